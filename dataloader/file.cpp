@@ -1,0 +1,66 @@
+#include "dataloader/file.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "runtime/error.h"
+
+File::File(const std::string& path, const std::string& who) {
+  // O_NONBLOCK: opening a pipe must not wait for a writer. It means nothing for regular files.
+  fd_ = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+  if (fd_ < 0) {
+    const int error = errno;
+    struct stat st;
+    if (error == ENXIO && stat(path.c_str(), &st) == 0) RUN_ERROR("%s: a socket, expected a file", who.c_str());
+    RUN_ERROR("%s: cannot be opened: %s", who.c_str(), strerror(error));
+  }
+  struct stat st;
+  const char* kind = nullptr;
+  if (fstat(fd_, &st) != 0) kind = "something that cannot be examined";
+  else if (S_ISDIR(st.st_mode)) kind = "a folder";
+  else if (S_ISFIFO(st.st_mode)) kind = "a pipe";
+  else if (!S_ISREG(st.st_mode)) kind = "a device";
+  if (kind) {
+    close(fd_);
+    RUN_ERROR("%s: %s, expected a file", who.c_str(), kind);
+  }
+  size_ = st.st_size;
+}
+
+File::~File() { close(fd_); }
+
+int64_t File::read(void* out, int64_t n, const std::string& who) const {
+  int64_t done = 0;
+  while (done < n) {
+    const ssize_t got = pread(fd_, static_cast<char*>(out) + done, static_cast<size_t>(n - done), done);
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) RUN_ERROR("%s: cannot be read: %s", who.c_str(), strerror(errno));
+    if (got == 0) break;
+    done += got;
+  }
+  return done;
+}
+
+std::string first_bytes(const void* data, int64_t n) {
+  if (n == 0) return "an empty file";
+  const auto* p = static_cast<const unsigned char*>(data);
+  std::string hex, text;
+  for (int64_t i = 0; i < std::min<int64_t>(n, 8); i++) {
+    hex += strf(" %02x", p[i]);
+    text += p[i] >= 0x20 && p[i] < 0x7f ? static_cast<char>(p[i]) : '.';
+  }
+  return "first bytes" + hex + " \"" + text + "\"";
+}
+
+std::string printable(const std::string& text) {
+  std::string s = text;
+  for (char& c : s) {
+    if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) c = '?';
+  }
+  return s;
+}
