@@ -1,5 +1,6 @@
 // train_gpt: trains a GPT in the precision that --precision names. Read it top to bottom:
-//   the parameter table, GPT (forward, backward), what runs around it (batches, validation, samples), the training loop.
+//   the parameter table, GPT (forward, backward), what runs around it (batches, validation, samples), the training
+//   loop.
 // The layers are in kernels/, the arithmetic of the optimizer in mcf/.
 #include <algorithm>
 #include <chrono>
@@ -40,8 +41,8 @@ struct Parameter {
   int64_t rows, columns;  // (rows, columns) row-major; a vector has one column
   int64_t used_rows;      // the rows beyond are padding and stay 0
   Init init;
-  bool decay;             // weight decay applies: matrices, not biases and LayerNorm parameters
-  size_t begin;           // first element in the flat buffer
+  bool decay;    // weight decay applies: matrices, not biases and LayerNorm parameters
+  size_t begin;  // first element in the flat buffer
   size_t n() const { return static_cast<size_t>(rows * columns); }
 };
 
@@ -113,8 +114,8 @@ struct Tensors {
   }
 };
 
-// The initial weights, rounded to bf16 whatever the precision, so that runs differ in arithmetic only. Each element is a
-// function of (seed, tensor, element).
+// The initial weights, rounded to bf16 whatever the precision, so that runs differ in arithmetic only. Each element is
+// a function of (seed, tensor, element).
 template <class floatX>
 void initialize(floatX* params, const ParameterTable& table, int L, uint64_t seed) {
   for (size_t p = 0; p < table.parameters.size(); p++) {
@@ -127,7 +128,8 @@ void initialize(floatX* params, const ParameterTable& table, int L, uint64_t see
       const double std = t.init == Init::residual ? 0.02 / std::sqrt(2.0 * L) : 0.02;
 #pragma omp parallel for
       for (int64_t i = 0; i < used; i += 2) {  // Box and Muller (1958): two normal numbers from two uniform ones
-        const double radius = std * std::sqrt(-2.0 * std::log(1.0 - random_uniform(seed, p, static_cast<uint64_t>(i), 0)));
+        const double radius =
+            std * std::sqrt(-2.0 * std::log(1.0 - random_uniform(seed, p, static_cast<uint64_t>(i), 0)));
         const double angle = 2.0 * std::numbers::pi * random_uniform(seed, p, static_cast<uint64_t>(i), 1);
         store(w[i], rn(static_cast<float>(radius * std::cos(angle))));
         if (i + 1 < used) store(w[i + 1], rn(static_cast<float>(radius * std::sin(angle))));
@@ -160,17 +162,17 @@ template <class floatX>
 struct Activations {
   floatX* encoded;  // (B,T,C)
   struct Layer {
-    floatX* ln1;             // (B,T,C)
+    floatX* ln1;                 // (B,T,C)
     float *ln1_mean, *ln1_rstd;  // (B,T)
-    floatX* qkv;             // (B,T,3C)
-    float* lse;              // (B,NH,T) log-sum-exp of the scores
-    floatX* atty;            // (B,T,C)
-    floatX* residual2;       // (B,T,C)
-    floatX* ln2;             // (B,T,C)
+    floatX* qkv;                 // (B,T,3C)
+    float* lse;                  // (B,NH,T) log-sum-exp of the scores
+    floatX* atty;                // (B,T,C)
+    floatX* residual2;           // (B,T,C)
+    floatX* ln2;                 // (B,T,C)
     float *ln2_mean, *ln2_rstd;  // (B,T)
-    floatX* fch;             // (B,T,4C) before GELU
-    floatX* fch_gelu;        // (B,T,4C)
-    floatX* residual3;       // (B,T,C)
+    floatX* fch;                 // (B,T,4C) before GELU
+    floatX* fch_gelu;            // (B,T,4C)
+    floatX* residual3;           // (B,T,C)
   };
   std::vector<Layer> layers;
   floatX* lnf;                 // (B,T,C)
@@ -194,13 +196,13 @@ struct Activations {
 // What is used and forgotten within a step.
 template <class floatX>
 struct Workspace {
-  int chunk_rows;      // rows of logits that exist at a time
-  floatX* logits;      // (chunk_rows, Vp)
-  floatX* projected;   // (B,T,C) output of a projection, before it joins the residual
-  floatX* dresidual;   // (B,T,C) gradient of the residual stream
-  floatX* dbtc;        // (B,T,C)
-  floatX* dbt4c;       // (B,T,4C)
-  float* dwte;         // (Vp,C) gradient of the tied embedding: both contributions, before it is rounded
+  int chunk_rows;     // rows of logits that exist at a time
+  floatX* logits;     // (chunk_rows, Vp)
+  floatX* projected;  // (B,T,C) output of a projection, before it joins the residual
+  floatX* dresidual;  // (B,T,C) gradient of the residual stream
+  floatX* dbtc;       // (B,T,C)
+  floatX* dbt4c;      // (B,T,4C)
+  float* dwte;        // (Vp,C) gradient of the tied embedding: both contributions, before it is rounded
 
   void lay_out(Layout& layout, const ModelConfig& c, int B, int T) {
     const size_t BTC = static_cast<size_t>(B) * T * c.C;
@@ -283,7 +285,8 @@ class GPT {
     {
       Scope scope("zero_dwte", device_);
 #pragma omp parallel for
-      for (int v = 0; v < config.Vp; v++) memset(work_.dwte + static_cast<size_t>(v) * C, 0, static_cast<size_t>(C) * sizeof(float));
+      for (int v = 0; v < config.Vp; v++)
+        memset(work_.dwte + static_cast<size_t>(v) * C, 0, static_cast<size_t>(C) * sizeof(float));
       memset(dresidual, 0, BT * C * sizeof(floatX));
     }
     const double loss = classify(targets, B, T, loss_scale, true);  // leaves the gradient of lnf in dbtc
@@ -298,7 +301,8 @@ class GPT {
       matmul_backward(dbt4c, dw.fcprojw, dw.fcprojb, dresidual, l.fch_gelu, w.fcprojw, B, T, 4 * C, C, device_);
       gelu_backward(dbt4c, l.fch, BT * 4 * C, device_);
       matmul_backward(dbtc, dw.fcw, dw.fcb, dbt4c, l.ln2, w.fcw, B, T, C, 4 * C, device_);
-      layernorm_backward(dresidual, dw.ln2w, dw.ln2b, dbtc, l.residual2, w.ln2w, l.ln2_mean, l.ln2_rstd, B, T, C, device_);
+      layernorm_backward(dresidual, dw.ln2w, dw.ln2b, dbtc, l.residual2, w.ln2w, l.ln2_mean, l.ln2_rstd, B, T, C,
+                         device_);
       matmul_backward(dbtc, dw.attprojw, dw.attprojb, dresidual, l.atty, w.attprojw, B, T, C, C, device_);
       floatX* dqkv = dbt4c;
       attention_backward(dqkv, dbtc, l.atty, l.lse, l.qkv, B, T, C, NH, device_);
@@ -312,8 +316,8 @@ class GPT {
 
   // Logits (Vp) that follow token t of the last forward of one sequence. Valid until the next call.
   const floatX* logits(int t) {
-    matmul_forward(work_.logits, acts_.lnf + static_cast<size_t>(t) * config.C, w_.wte, static_cast<const floatX*>(nullptr),
-                   1, 1, config.C, config.Vp, device_);
+    matmul_forward(work_.logits, acts_.lnf + static_cast<size_t>(t) * config.C, w_.wte,
+                   static_cast<const floatX*>(nullptr), 1, 1, config.C, config.Vp, device_);
     return work_.logits;
   }
 
@@ -328,7 +332,8 @@ class GPT {
     return buffer;
   }
 
-  // The output projection and the loss, in chunks of rows: the logits of a whole batch would be the largest tensor by far.
+  // The output projection and the loss, in chunks of rows: the logits of a whole batch would be the largest tensor by
+  // far.
   double classify(const int* targets, int B, int T, float loss_scale, bool backward) {
     const int C = config.C, V = config.V, Vp = config.Vp, rows = B * T;
     constexpr floatX* no_bias = nullptr;
@@ -338,8 +343,8 @@ class GPT {
       matmul_forward(work_.logits, lnf, w_.wte, no_bias, 1, n, C, Vp, device_);
       fused_classifier(acts_.losses + r, work_.logits, targets + r, loss_scale, n, V, Vp, backward, device_);
       if (backward)
-        matmul_backward(work_.dbtc + static_cast<size_t>(r) * C, work_.dwte, no_bias, work_.logits, lnf, w_.wte, 1, n, C,
-                        Vp, device_);
+        matmul_backward(work_.dbtc + static_cast<size_t>(r) * C, work_.dwte, no_bias, work_.logits, lnf, w_.wte, 1, n,
+                        C, Vp, device_);
     }
     double sum = 0;
     for (int r = 0; r < rows; r++) sum += acts_.losses[r];
@@ -360,7 +365,8 @@ class GPT {
 struct Batch {
   int B, T;
   std::vector<int> tokens, targets;  // (B,T)
-  Batch(int B, int T) : B(B), T(T), tokens(static_cast<size_t>(B) * T), targets(tokens.size()), row_(static_cast<size_t>(T) + 1) {}
+  Batch(int B, int T)
+      : B(B), T(T), tokens(static_cast<size_t>(B) * T), targets(tokens.size()), row_(static_cast<size_t>(T) + 1) {}
 
   // Fills row b by read(out), which gives T + 1 ids.
   template <class Read>
@@ -389,7 +395,8 @@ double validate(GPT<floatX>& model, Dataset& data, const Options& o) {
   return sum / static_cast<double>(sequences * batch.T);
 }
 
-// Continues the prompt by --sample-tokens tokens drawn from the model's distribution. Beyond T the model sees the last T.
+// Continues the prompt by --sample-tokens tokens drawn from the model's distribution. Beyond T the model sees the last
+// T.
 template <class floatX>
 std::vector<int32_t> sample(GPT<floatX>& model, std::vector<int32_t> tokens, const Options& o, int64_t step) {
   const size_t prompt = tokens.size(), T = static_cast<size_t>(o.seq_len);
@@ -424,10 +431,12 @@ Data open_data(Options& o) {
   if (o.train_data.empty() && o.val_data.empty()) {
     const std::string train = "data/kjv/train_*.bin", val = "data/kjv/val_*.bin";
     if (!std::filesystem::exists("data/kjv/train_000.bin"))
-      USAGE_ERROR("--train-data: not given, and %s is not there; prepare it with scripts/prepare_data.py kjv", train.c_str());
+      USAGE_ERROR("--train-data: not given, and %s is not there; prepare it with scripts/prepare_data.py kjv",
+                  train.c_str());
     o.train_data = train, o.val_data = val;
   }
-  if (o.train_data.empty() && !o.eval_only) USAGE_ERROR("--train-data: not given, only --val-data; --eval-only needs no more");
+  if (o.train_data.empty() && !o.eval_only)
+    USAGE_ERROR("--train-data: not given, only --val-data; --eval-only needs no more");
   if (o.val_data.empty() && o.eval_only) USAGE_ERROR("--eval-only: needs --val-data");
   Data data;
   if (!o.train_data.empty()) data.train.emplace(o.train_data, o.seq_len, "--train-data");
@@ -456,7 +465,9 @@ std::string describe(const Dataset& data) {
 template <class floatX>
 void train(Options o, const ModelConfig& config, Data& data, const std::string& command, int bytes_per_param,
            const char* meaning, Device& device) {
-  const auto now = [] { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); };
+  const auto now = [] {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+  };
   const int B = o.batch_size, T = o.seq_len;
 
   // The batch: micro-batches of B x T tokens, as many as make up the total.
@@ -470,8 +481,9 @@ void train(Options o, const ModelConfig& config, Data& data, const std::string& 
   if (!o.eval_only && o.steps == 0) {
     o.steps = data.train->sequences() / step_sequences;
     if (o.steps == 0)
-      USAGE_ERROR("--steps: one epoch is %lld sequences, less than the %lld of one step; give --steps or a smaller batch",
-                  static_cast<long long>(data.train->sequences()), static_cast<long long>(step_sequences));
+      USAGE_ERROR(
+          "--steps: one epoch is %lld sequences, less than the %lld of one step; give --steps or a smaller batch",
+          static_cast<long long>(data.train->sequences()), static_cast<long long>(step_sequences));
   }
   if (o.edq_every < 0) o.edq_every = 1;
   const std::vector<int32_t> prompt = prompt_tokens(o, data.tokenizer, config.V);
@@ -487,10 +499,12 @@ void train(Options o, const ModelConfig& config, Data& data, const std::string& 
   printf("train_gpt  %s\n", version());
   printf("device     CPU, %d thread%s, %s, %.0f GFLOP/s measured\n", device.threads(), device.threads() == 1 ? "" : "s",
          product_library().c_str(), peak / 1e9);
-  if (const std::string warning = product_warning(); !warning.empty() && (sizeof(floatX) == 2 || product_library()[0] == 'p'))
+  if (const std::string warning = product_warning();
+      !warning.empty() && (sizeof(floatX) == 2 || product_library()[0] == 'p'))
     printf("           %s\n", warning.c_str());
   printf("model      %s: %d layers, %d channels, %d heads, T = %d, vocabulary %d (padded to %d), %s parameters\n",
-         o.model.c_str(), config.L, config.C, config.NH, T, config.V, config.Vp, human_count(model.table.count).c_str());
+         o.model.c_str(), config.L, config.C, config.NH, T, config.V, config.Vp,
+         human_count(model.table.count).c_str());
   printf("precision  %s: %s, %d bytes a parameter with its gradient\n", o.precision.c_str(), meaning, bytes_per_param);
   if (data.train) printf("train      %s\n", describe(*data.train).c_str());
   printf("val        %s\n", data.val ? describe(*data.val).c_str() : "none: no --val-data");
@@ -501,17 +515,20 @@ void train(Options o, const ModelConfig& config, Data& data, const std::string& 
           printf("           warning: %s is trained on and validated on\n", data.val->path(i).c_str());
   if (!o.eval_only)
     printf("batch      %s tokens a step: %lld x %d sequences; %s steps, %.3g epochs\n",
-           human_count(o.total_batch_tokens).c_str(), static_cast<long long>(micro_batches), B, human_count(o.steps).c_str(),
+           human_count(o.total_batch_tokens).c_str(), static_cast<long long>(micro_batches), B,
+           human_count(o.steps).c_str(),
            static_cast<double>(o.steps * step_sequences) / static_cast<double>(data.train->sequences()));
   Record memory;
   printf("memory    ");
   for (size_t m = 0; m < memory_names.size(); m++) {
     const int64_t bytes = device.bytes(static_cast<Memory>(m));
     memory.add(memory_names[m], bytes);
-    printf(" %s %s%s", memory_names[m], human_bytes(static_cast<double>(bytes)).c_str(), m + 1 < memory_names.size() ? "," : "\n");
+    printf(" %s %s%s", memory_names[m], human_bytes(static_cast<double>(bytes)).c_str(),
+           m + 1 < memory_names.size() ? "," : "\n");
   }
   if (!o.out.empty()) printf("output     %s\n", metrics.path().c_str());
-  if (!metrics.moved_to().empty()) printf("           an earlier run's metrics are now in %s\n", metrics.moved_to().c_str());
+  if (!metrics.moved_to().empty())
+    printf("           an earlier run's metrics are now in %s\n", metrics.moved_to().c_str());
   printf("           ready in %s\n", human_time(now() - start).c_str());
   fflush(stdout);
 
@@ -565,14 +582,18 @@ void train(Options o, const ModelConfig& config, Data& data, const std::string& 
       const AdamWScalars k = adamw_scalars(lr, o.beta1, o.beta2, o.eps, o.weight_decay, o.grad_clip, norm, updates);
       quality = optimizer->update(model.params(), model.grads(), model.table.blocks, k, with_quality, device);
     } else {
-      printf("step %lld: the gradient is not finite (loss %g): update skipped\n", static_cast<long long>(step + 1), loss);
+      printf("step %lld: the gradient is not finite (loss %g): update skipped\n", static_cast<long long>(step + 1),
+             loss);
     }
     const double end = now(), seconds = end - step_start;
 
     Record r;
     r.add("step", step + 1).add("loss", loss).add("lr", lr).add("grad_norm", norm);
-    r.add("tokens", (step + 1) * o.total_batch_tokens).add("tokens_per_s", static_cast<double>(o.total_batch_tokens) / seconds);
-    r.add("step_ms", seconds * 1e3).add("optimizer_ms", (end - optimizer_start) * 1e3).add("mfu", step_flops / seconds / peak);
+    r.add("tokens", (step + 1) * o.total_batch_tokens)
+        .add("tokens_per_s", static_cast<double>(o.total_batch_tokens) / seconds);
+    r.add("step_ms", seconds * 1e3)
+        .add("optimizer_ms", (end - optimizer_start) * 1e3)
+        .add("mfu", step_flops / seconds / peak);
     if (!finite) r.add("skipped", true);
     if (with_quality) {
       r.add_if_computed("edq", quality.edq()).add_if_computed("edq_hi", quality.edq_hi());
@@ -580,7 +601,8 @@ void train(Options o, const ModelConfig& config, Data& data, const std::string& 
       r.add("effective_norm_hi", quality.effective_norm_hi()).add("lost_frac", quality.lost_frac());
       r.add("lost_frac_hi", quality.lost_frac_hi()).add("stale_v_frac", quality.stale_v_frac());
     }
-    StepLine line{step + 1, o.steps, loss, lr, norm, static_cast<double>(o.total_batch_tokens) / seconds,
+    StepLine line{step + 1,     o.steps,       loss,
+                  lr,           norm,          static_cast<double>(o.total_batch_tokens) / seconds,
                   with_quality, quality.edq(), quality.lost_frac()};
     terminal.step(line);
     const auto due = [&](int64_t every) { return every && ((step + 1) % every == 0 || step + 1 == o.steps); };

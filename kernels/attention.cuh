@@ -86,7 +86,8 @@ void attention_backward(floatX* dqkv, const floatX* dout, const floatX* out, con
   Scope scope("attention_backward", device);
   const int d = C / NH, ldd = round_up(d, tile_columns), ldt = round_up(T, tile_columns);
   const int tile = attention_query_tile, ldq = round_up(tile, tile_columns);
-  const size_t stride = size_t{3} * C, matrix = static_cast<size_t>(T) * ldd, transposed = static_cast<size_t>(ldd) * ldt;
+  const size_t stride = size_t{3} * C, matrix = static_cast<size_t>(T) * ldd,
+               transposed = static_cast<size_t>(ldd) * ldt;
   const float scale = 1.0f / std::sqrt(static_cast<float>(d));
 #pragma omp parallel for schedule(dynamic)
   for (int bh = 0; bh < B * NH; bh++) {
@@ -119,7 +120,8 @@ void attention_backward(floatX* dqkv, const floatX* dout, const floatX* out, con
         const int seen = q0 + r + 1;
         float D = 0;
 #pragma omp simd reduction(+ : D)
-        for (int i = 0; i < d; i++) D += dOt[static_cast<size_t>(r) * ldd + i] * to_float(o[static_cast<size_t>(q0 + r) * C + i]);
+        for (int i = 0; i < d; i++)
+          D += dOt[static_cast<size_t>(r) * ldd + i] * to_float(o[static_cast<size_t>(q0 + r) * C + i]);
 #pragma omp simd
         for (int k = 0; k < seen; k++) {
           p[k] = exp_poly(p[k] - l);

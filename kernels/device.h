@@ -111,8 +111,9 @@ class Device {
   void* allocate(Memory memory, size_t bytes) {
     const size_t align = bytes >= huge_page ? huge_page : 64;
     void* p = std::aligned_alloc(align, (bytes + align - 1) / align * align);
-    if (!p) RUN_ERROR("out of memory: %.1f MiB for %s; use a smaller --batch-size or --model", bytes / 0x1p20,
-                      memory_names[static_cast<size_t>(memory)]);
+    if (!p)
+      RUN_ERROR("out of memory: %.1f MiB for %s; use a smaller --batch-size or --model", bytes / 0x1p20,
+                memory_names[static_cast<size_t>(memory)]);
 #ifdef MADV_HUGEPAGE
     if (align == huge_page) madvise(p, bytes, MADV_HUGEPAGE);
 #endif
@@ -146,9 +147,7 @@ Buffer<T>::~Buffer() {
 class Scope {
  public:
   Scope(const char* operation, Device& device) : operation_(operation), device_(device) {}
-  ~Scope() {
-    device_.profile.add(operation_, std::chrono::duration<double>(clock::now() - start_).count());
-  }
+  ~Scope() { device_.profile.add(operation_, std::chrono::duration<double>(clock::now() - start_).count()); }
 
  private:
   using clock = std::chrono::steady_clock;

@@ -7,8 +7,8 @@
 #include "kernels/device.h"
 #include "mcf/bf16.h"
 
-// sqrt of the sum of squares over all blocks of grads. In double, since bf16 gradients above 1.8e19 overflow when squared in
-// fp32; partial sums a block, added in block order. Padded vocabulary rows count nothing, for they stay 0.
+// sqrt of the sum of squares over all blocks of grads. In double, since bf16 gradients above 1.8e19 overflow when
+// squared in fp32; partial sums a block, added in block order. Padded vocabulary rows count nothing, for they stay 0.
 template <class floatX>
 double global_norm(const floatX* grads, const std::vector<Block>& blocks, Device& device) {
   Scope scope("global_norm", device);

@@ -63,7 +63,8 @@ void layernorm_backward(floatX* dinp, floatX* dweight, floatX* dbias, const floa
                         const floatX* weight, const float* mean, const float* rstd, int B, int T, int C,
                         Device& device) {
   Scope scope("layernorm_backward", device);
-  // For weight and bias threads share the channels: each sum runs over the rows in order, whatever the number of threads.
+  // For weight and bias threads share the channels: each sum runs over the rows in order, whatever the number of
+  // threads.
   constexpr int strip = 64;
 #pragma omp parallel for
   for (int c0 = 0; c0 < C; c0 += strip) {

@@ -7,8 +7,9 @@
 #include <cstddef>
 #include <cstdint>
 
-// e^x, within 3 ulp of the exact value for results that are normal numbers; 0 below -87.33, inf above 88.72, NaN to NaN.
-// x = n ln2 + r with |r| <= ln2 / 2, ln2 in two parts (Cody and Waite), degree-6 polynomial for e^r, scaled by 2^n.
+// e^x, within 3 ulp of the exact value for results that are normal numbers; 0 below -87.33, inf above 88.72, NaN to
+// NaN. x = n ln2 + r with |r| <= ln2 / 2, ln2 in two parts (Cody and Waite), degree-6 polynomial for e^r, scaled by
+// 2^n.
 inline float exp_poly(float x) {
   const float clamped = x < -87.33f ? -87.33f : (x > 88.72f ? 88.72f : x);
   const float shifted = clamped * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the sum's low bits hold round(x / ln2)

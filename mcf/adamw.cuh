@@ -1,6 +1,7 @@
 // AdamW in place, generic over a precision strategy (mcf/strategies.h).
 //
-// One pass: read the gradient, weight and states, update, write weight and states, and gather the quality sums on the way.
+// One pass: read the gradient, weight and states, update, write weight and states, and gather the quality sums on the
+// way.
 #pragma once
 #include <string>
 #include <type_traits>
@@ -52,8 +53,10 @@ template <class S, bool with_quality, class... T>
     trace.e[i] = S::value(theta_after, std::get<0>(after)) - S::value(theta_before, std::get<0>(before));
     trace.e_hi[i] = static_cast<double>(theta_after) - theta_before;
     trace.v_moved[i] = [&]<size_t... I>(std::index_sequence<I...>) {
-      return static_cast<int>(((std::get<S::second_moment + I>(after) != std::get<S::second_moment + I>(before)) | ...));
-    }(std::make_index_sequence<sizeof...(T) - S::second_moment>());
+      return static_cast<int>(
+          ((std::get<S::second_moment + I>(after) != std::get<S::second_moment + I>(before)) | ...));
+    }
+    (std::make_index_sequence<sizeof...(T) - S::second_moment>());
   }
 }
 
@@ -91,7 +94,8 @@ class AdamW<S, std::tuple<T...>> final : public Optimizer<typename S::Theta> {
   QualitySums update(floatX* params, const floatX* grads, const std::vector<Block>& blocks, const AdamWScalars& k,
                      bool with_quality, Device& device) override {
     Scope scope("adamw", device);
-    return with_quality ? update_blocks<true>(params, grads, blocks, k) : update_blocks<false>(params, grads, blocks, k);
+    return with_quality ? update_blocks<true>(params, grads, blocks, k)
+                        : update_blocks<false>(params, grads, blocks, k);
   }
 
  private:
@@ -114,8 +118,9 @@ class AdamW<S, std::tuple<T...>> final : public Optimizer<typename S::Theta> {
       const Block& block = blocks[b];
       std::apply(
           [&](auto&... array) {
-            partial_[b] = adamw_block_cpu<S, with_quality>(block.decay ? k : no_decay, grads + block.begin,
-                                                           params + block.begin, block.n, array.data() + block.begin...);
+            partial_[b] =
+                adamw_block_cpu<S, with_quality>(block.decay ? k : no_decay, grads + block.begin, params + block.begin,
+                                                 block.n, array.data() + block.begin...);
           },
           arrays_);
     }

@@ -1,9 +1,9 @@
 // The bf16 storage type and its rounding.
 //
-// bf16 is the upper half of an fp32 number: 8 exponent bits, 8 significand bits (7 stored). Values are stored as bf16 and
-// computed with as fp32: a bf16 operation is the fp32 operation followed by rn(). Because 24 >= 2*8 + 2, that double
-// rounding is harmless for + - * / and sqrt: the result is the correctly rounded bf16 (Figueroa, "When is double rounding
-// innocuous?", 1995), subnormal results included. It does not hold for a fused multiply-add.
+// bf16 is the upper half of an fp32 number: 8 exponent bits, 8 significand bits (7 stored). Values are stored as bf16
+// and computed with as fp32: a bf16 operation is the fp32 operation followed by rn(). Because 24 >= 2*8 + 2, that
+// double rounding is harmless for + - * / and sqrt: the result is the correctly rounded bf16 (Figueroa, "When is double
+// rounding innocuous?", 1995), subnormal results included. It does not hold for a fused multiply-add.
 //
 // A struct around uint16_t and not the compiler's own __bf16, which may keep excess precision across an expression.
 #pragma once
@@ -23,9 +23,10 @@ inline float rn(float x) {
   return std::bit_cast<float>((u & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
 }
 
-// As rn(), for any x but a NaN with one of its low 16 bits set (0x7fffffff would become -0). Arithmetic on the CPU never
-// makes such a NaN from operands that lie on the bf16 grid: x86, Arm and RISC-V either pass an operand's payload on or
-// give the default NaN, whose low bits are 0. So the optimizer's long chains of rounded operations need no NaN test.
+// As rn(), for any x but a NaN with one of its low 16 bits set (0x7fffffff would become -0). Arithmetic on the CPU
+// never makes such a NaN from operands that lie on the bf16 grid: x86, Arm and RISC-V either pass an operand's payload
+// on or give the default NaN, whose low bits are 0. So the optimizer's long chains of rounded operations need no NaN
+// test.
 inline float rn_grid(float x) {
   const uint32_t u = std::bit_cast<uint32_t>(x);
   return std::bit_cast<float>((u + 0x7fffu + ((u >> 16) & 1u)) & 0xffff0000u);

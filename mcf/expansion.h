@@ -1,9 +1,9 @@
 // Multi-component floats of length 2: error-free transforms on bf16 values, and what is built on them.
 //
-// A pair (x, y) stands for the unevaluated sum x + y of two bf16 numbers, |y| at most half an ulp of x. Every value here is
-// a float that lies on the bf16 grid; rn_grid() rounds to it. Method: Yu et al., "Collage: Light-Weight Low-Precision
-// Strategy for LLM Training", arXiv 2405.03637, section 3; the transforms are Dekker's (1971), Knuth's (TAOCP 2, 4.2.2)
-// and Priest's.
+// A pair (x, y) stands for the unevaluated sum x + y of two bf16 numbers, |y| at most half an ulp of x. Every value
+// here is a float that lies on the bf16 grid; rn_grid() rounds to it. Method: Yu et al., "Collage: Light-Weight
+// Low-Precision Strategy for LLM Training", arXiv 2405.03637, section 3; the transforms are Dekker's (1971), Knuth's
+// (TAOCP 2, 4.2.2) and Priest's.
 //
 // Results go out through references: a helper that returns a struct keeps g++ from vectorising the caller.
 #pragma once
@@ -20,24 +20,24 @@ inline float sqrt_rn(float a) { return std::sqrt(a); }
 
 namespace mcf {
 
-// s + e = a + b exactly, s = rn(a + b). Needs exponent(a) >= exponent(b) or a = 0 (the exponent of 0 and of a subnormal is
-// -126), and s finite. 3 operations (Dekker 1971). Both differences are exact in fp32, so rounding them is left out.
+// s + e = a + b exactly, s = rn(a + b). Needs exponent(a) >= exponent(b) or a = 0 (the exponent of 0 and of a subnormal
+// is -126), and s finite. 3 operations (Dekker 1971). Both differences are exact in fp32, so rounding them is left out.
 inline void fast_two_sum(float a, float b, float& s, float& e) {
   s = rn_grid(add_rn(a, b));
   e = sub_rn(b, sub_rn(s, a));
 }
 
 // s + e = a + b exactly, s = rn(a + b), for all finite a and b while s is finite, but for an operand of +-0x7f7f (the
-// largest bf16), where t can overflow and e be NaN. 6 operations (Knuth). The five roundings of the error term change no
-// bit (expansion_test.cpp shows it over all significands at each exponent gap) and are left out.
+// largest bf16), where t can overflow and e be NaN. 6 operations (Knuth). The five roundings of the error term change
+// no bit (expansion_test.cpp shows it over all significands at each exponent gap) and are left out.
 inline void two_sum(float a, float b, float& s, float& e) {
   s = rn_grid(add_rn(a, b));
   const float t = sub_rn(s, a);
   e = add_rn(sub_rn(a, sub_rn(s, t)), sub_rn(b, t));
 }
 
-// p + e = a * b exactly, p = rn(a * b), if exponent(a) + exponent(b) >= -119 and p is finite. Below that e underflows: at
-// -120 a quarter of all significand pairs are inexact. Needs no fma, since a product of two bf16 is exact in fp32.
+// p + e = a * b exactly, p = rn(a * b), if exponent(a) + exponent(b) >= -119 and p is finite. Below that e underflows:
+// at -120 a quarter of all significand pairs are inexact. Needs no fma, since a product of two bf16 is exact in fp32.
 inline void two_prod(float a, float b, float& p, float& e) {
   const float product = mul_rn(a, b);
   p = rn_grid(product);

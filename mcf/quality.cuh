@@ -1,9 +1,10 @@
 // Quality of an update: how much of what the optimizer intended reached the stored weights.
 //
-// For an element, u is the intended update and E = value(after) - value(before), once of the full value (hi + lo, or the
-// master copy) and once, suffix _hi, of theta alone, the weight that the model sees. The sums run inside the AdamW pass.
-// Effective descent quality, <u,E> / |u|^2, is Collage's EDQ (arXiv 2405.03637, section 4.2, which divides by |u| once),
-// normalised so that 1 means nothing was lost. It judges storage only: an update made from a wrong v still gives 1.
+// For an element, u is the intended update and E = value(after) - value(before), once of the full value (hi + lo, or
+// the master copy) and once, suffix _hi, of theta alone, the weight that the model sees. The sums run inside the AdamW
+// pass. Effective descent quality, <u,E> / |u|^2, is Collage's EDQ (arXiv 2405.03637, section 4.2, which divides by |u|
+// once), normalised so that 1 means nothing was lost. It judges storage only: an update made from a wrong v still
+// gives 1.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -33,7 +34,9 @@ struct QualitySums {
   double stale_v_frac() const { return share(stale_v, fed); }
 
  private:
-  static double share(int64_t part, int64_t of) { return of > 0 ? static_cast<double>(part) / static_cast<double>(of) : 0.0; }
+  static double share(int64_t part, int64_t of) {
+    return of > 0 ? static_cast<double>(part) / static_cast<double>(of) : 0.0;
+  }
 };
 
 // What a run of elements intended and did, kept in the L1 cache between the update and the sums.

@@ -1,17 +1,17 @@
 // The precision strategies: one struct each.
 //
 // A strategy is the list of its per-parameter states (name, element type) and update(), AdamW on one element in place.
-// Allocation, the memory table, sharding, checkpoints and the AdamW kernel all derive from that list, so a new strategy is
-// one struct here and one row in `Strategies` below.
+// Allocation, the memory table, sharding, checkpoints and the AdamW kernel all derive from that list, so a new strategy
+// is one struct here and one row in `Strategies` below.
 //
-// Conventions. In update() every value is a float: a bf16 state lies on the bf16 grid when it comes and must when it goes.
-// theta is the weight that forward and backward see. u goes out: the intended update, weight decay included, before the
-// state's format rounds it. States that belong to the weight's full value come first, the second moment's come last, from
-// index `second_moment` on. value() is the full value of the weight, from theta and the first state.
+// Conventions. In update() every value is a float: a bf16 state lies on the bf16 grid when it comes and must when it
+// goes. theta is the weight that forward and backward see. u goes out: the intended update, weight decay included,
+// before the state's format rounds it. States that belong to the weight's full value come first, the second moment's
+// come last, from index `second_moment` on. value() is the full value of the weight, from theta and the first state.
 //
-// Sources: Collage, arXiv 2405.03637 (its names A to D are quoted); decoupled weight decay, arXiv 1711.05101. eps is added
-// after bias correction, as PyTorch's AdamW does. Decay is a part of u: as theta *= 1 - lr*wd it would be a silent no-op in
-// bf16 once lr*wd < 2^-9.
+// Sources: Collage, arXiv 2405.03637 (its names A to D are quoted); decoupled weight decay, arXiv 1711.05101. eps is
+// added after bias correction, as PyTorch's AdamW does. Decay is a part of u: as theta *= 1 - lr*wd it would be a
+// silent no-op in bf16 once lr*wd < 2^-9.
 #pragma once
 #include <array>
 #include <cmath>
@@ -32,8 +32,8 @@ struct AdamWScalars {
 
 // t: updates done, this one included (1 at the first). norm: the gradient norm of the whole model; clips where
 // grad_clip > 0 and norm > grad_clip.
-inline AdamWScalars adamw_scalars(double lr, double beta1, double beta2, double eps, double weight_decay, double grad_clip,
-                                  double norm, int64_t t) {
+inline AdamWScalars adamw_scalars(double lr, double beta1, double beta2, double eps, double weight_decay,
+                                  double grad_clip, double norm, int64_t t) {
   AdamWScalars k;
   k.beta1 = static_cast<float>(beta1);
   k.one_minus_beta1 = static_cast<float>(1.0 - beta1);
@@ -182,7 +182,7 @@ inline bool starts_as_theta(const char* state_name) { return std::string(state_n
 // Bytes per parameter: weight, gradient and states.
 template <class S>
 constexpr int bytes_per_parameter() {
-  return static_cast<int>(2 * sizeof(typename S::Theta)) +
-         []<class... T>(std::tuple<T...>*) { return static_cast<int>((sizeof(T) + ... + 0)); }(
-             static_cast<typename S::States*>(nullptr));
+  return static_cast<int>(2 * sizeof(typename S::Theta)) + []<class... T>(std::tuple<T...>*) {
+    return static_cast<int>((sizeof(T) + ... + 0));
+  }(static_cast<typename S::States*>(nullptr));
 }

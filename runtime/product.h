@@ -1,8 +1,8 @@
 // One panel of a matrix product on the CPU, by the calling thread.
 //
-// Products are cut into fixed output panels, one thread each (kernels/matmul.cuh), so results do not depend on the number of
-// threads: oneDNN by itself splits the sum of a weight gradient by threads. A panel is computed in fp32 and left in fp32;
-// the caller adds the bias, accumulates, rounds.
+// Products are cut into fixed output panels, one thread each (kernels/matmul.cuh), so results do not depend on the
+// number of threads: oneDNN by itself splits the sum of a weight gradient by threads. A panel is computed in fp32 and
+// left in fp32; the caller adds the bias, accumulates, rounds.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -33,5 +33,6 @@ std::string product_library();
 bool product_native_bf16();
 // A sentence where products run slower than this program can do, with the reason and what to change; else empty.
 std::string product_warning();
-// FLOP/s that panel products of this type reach on all threads here, the best of a few tries: what MFU is measured against.
+// FLOP/s that panel products of this type reach on all threads here, the best of a few tries: what MFU is measured
+// against.
 double measured_product_peak(bool in_bf16, Device& device);

@@ -105,6 +105,7 @@ if [ -n "$PREFIX" ]; then
     local LIST DIR=$PREFIX/debs
     LIST=$(apt-get "${APT[@]}" install -s --no-install-recommends "$@" | awk '$1 == "Inst" { print $2 }') || return
     mkdir -p "$DIR"
+    # shellcheck disable=SC2086  # a word a package
     (cd "$DIR" && rm -f ./*.deb && apt-get "${APT[@]}" -qq -o APT::Sandbox::User=root download $LIST) || return
     local DEB
     for DEB in "$DIR"/*.deb; do dpkg -x "$DEB" "$PREFIX"; done

@@ -1,0 +1,88 @@
+# Short commands. They call CMake; `make help` lists them.
+#
+#   CUDA=0                  the CPU program, in a build folder of its own (build-cpu)
+#   JOBS=n                  compile and test with n processes (default: one a core)
+#   QUICKSTART_STEPS=n      make quickstart trains n steps (default: about two minutes on 2 cores)
+#   FLAGS="-DWITH_ONEDNN=OFF ..."  further options for CMake
+
+CUDA ?= auto
+JOBS ?= $(shell nproc)
+QUICKSTART_STEPS ?=
+FLAGS ?=
+BUILD := $(if $(filter 0,$(CUDA)),build-cpu,build)
+ASAN := build-asan
+COMMA := ,
+
+# Packages that scripts/setup.sh --prefix=.deps unpacked.
+ifneq ($(wildcard .deps/usr),)
+DEPS := $(CURDIR)/.deps
+export PATH := $(PATH):$(DEPS)/usr/bin
+export LD_LIBRARY_PATH := $(LD_LIBRARY_PATH):$(wildcard $(DEPS)/usr/lib/*-linux-gnu*)
+endif
+
+# $(call CONFIGURE,folder,options): prints the one line that says what will be built, or all of a failure.
+define CONFIGURE
+	@mkdir -p $(1)
+	@cmake -S . -B $(1) $(if $(DEPS),-DDEPS=$(DEPS)) $(2) $(FLAGS) > $(1)/configure.log 2>&1 || \
+	  { cat $(1)/configure.log; exit 1; }
+	@grep '^-- train_gpt' $(1)/configure.log
+endef
+
+# CMake's own make takes its number of processes from --parallel alone, and prints as one that was not called by make.
+COMPILE = env -u MAKEFLAGS -u MAKELEVEL cmake --build
+
+# Tests run side by side: threads that wait must not keep the core. Only the sum and what failed is shown.
+define RUN_TESTS
+	@echo "running the tests of $(1); all output goes to $(1)/tests.log"
+	@OMP_WAIT_POLICY=passive ctest --test-dir $(1) --parallel $(JOBS) --output-on-failure --no-tests=error \
+	  > $(1)/tests.log 2>&1 || \
+	  { grep -vE ' Passed +[0-9.]+ sec$$|^ +Start +[0-9]+:' $(1)/tests.log | tail -n 200; exit 1; }
+	@grep -E 'tests passed|Total Test time' $(1)/tests.log
+endef
+
+.PHONY: all setup configure tests test check bench quickstart clean help
+.NOTPARALLEL:
+.DEFAULT_GOAL := all
+
+all: configure
+	@$(COMPILE) $(BUILD) --parallel $(JOBS) --target train_gpt
+	@ln -sf $(BUILD)/train_gpt train_gpt
+
+configure:
+	$(call CONFIGURE,$(BUILD),-DWITH_BENCH=OFF)
+
+setup:
+	@scripts/setup.sh $(if $(DEPS),--prefix=.deps)
+
+tests: setup configure
+	@$(COMPILE) $(BUILD) --parallel $(JOBS)
+	@ln -sf $(BUILD)/train_gpt train_gpt
+
+test: tests
+	$(call RUN_TESTS,$(BUILD))
+
+check: setup
+	$(call CONFIGURE,$(ASAN),-DSANITIZE=address$(COMMA)undefined -DCMAKE_BUILD_TYPE=RelWithDebInfo)
+	@$(COMPILE) $(ASAN) --parallel $(JOBS)
+	$(call RUN_TESTS,$(ASAN))
+
+bench: setup
+	$(call CONFIGURE,$(BUILD),-DWITH_BENCH=ON)
+	@$(COMPILE) $(BUILD) --parallel $(JOBS)
+	@for BENCH in $(BUILD)/bench_*; do [ ! -x $$BENCH ] || { echo "== $$BENCH"; $$BENCH || exit 1; }; done
+
+quickstart: setup all
+	@scripts/quickstart.sh $(QUICKSTART_STEPS)
+
+clean:
+	rm -rf build build-cpu $(ASAN) train_gpt
+
+help:
+	@echo "make              build ./train_gpt"
+	@echo "make quickstart   install packages, build, prepare English text, train a small GPT for two minutes"
+	@echo "make test         install packages, build, run all tests"
+	@echo "make check        all tests under the address and undefined-behaviour sanitizers"
+	@echo "make bench        benchmarks"
+	@echo "make setup        install packages only; without root: scripts/setup.sh --prefix=.deps"
+	@echo "make clean        remove what was built; data/ and runs/ stay"
+	@echo "Variables: CUDA=0, JOBS=n, QUICKSTART_STEPS=n, FLAGS=... (see the top of the Makefile)"
