@@ -16,6 +16,7 @@
 #include <array>
 #include <cmath>
 #include <string>
+#include <string_view>
 #include <tuple>
 
 #include "mcf/expansion.h"
@@ -177,7 +178,7 @@ bool with_strategy(const std::string& name, F&& f) {
 }
 
 // Starts a state that mirrors the weight at the weight, every other at 0.
-inline bool starts_as_theta(const char* state_name) { return std::string(state_name) == "master"; }
+constexpr bool starts_as_theta(std::string_view state_name) { return state_name == "master"; }
 
 // Bytes per parameter: weight, gradient and states.
 template <class S>

@@ -33,6 +33,9 @@ std::string product_library();
 bool product_native_bf16();
 // A sentence where products run slower than this program can do, with the reason and what to change; else empty.
 std::string product_warning();
+// Seconds spent multiplying since the program started (inside the library where there is one, its copies and the
+// epilogues not counted), summed over threads.
+double product_seconds();
 // FLOP/s that panel products of this type reach on all threads here, the best of a few tries: what MFU is measured
 // against.
 double measured_product_peak(bool in_bf16, Device& device);

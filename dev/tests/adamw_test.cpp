@@ -14,7 +14,7 @@ namespace {
 
 const std::vector<std::string> cases = {"clip", "beta2_999", "low_lr", "through_zero", "extremes"};
 
-// Two tensors in one flat buffer, the first decayed; a gap between them and one at the end, which must stay as they are.
+// Two tensors in one flat buffer, the first decayed; a gap after each, which must stay as it is.
 struct Layout {
   size_t n[2], begin[2], size;
   std::vector<Block> blocks;
@@ -50,8 +50,8 @@ std::string golden_bytes(const Golden& golden, const std::string& tensor) {
   return golden.dtype(tensor) == "BF16" ? golden_bytes<bf16>(golden, tensor) : golden_bytes<float>(golden, tensor);
 }
 
-// Sums of n <= 96 terms in another order, by plain double sums: each term is rounded to 2^-53 and so is each partial sum,
-// n * 2^-53 = 1e-14 of the sum of magnitudes, which uu and ee are themselves and which bounds ue by Cauchy and Schwarz.
+// Double sums of n <= 96 terms in some order: each term and each partial sum is rounded to 2^-53, so off by at most
+// n * 2^-53 = 1e-14 of the sum of magnitudes. uu and ee are such sums themselves, and bound ue's by Cauchy and Schwarz.
 void expect_quality(const QualitySums& sums, const double* expected, const std::string& where) {
   const double uu = expected[0], ee = expected[2], ee_hi = expected[4], tolerance = 2e-14;
   EXPECT_NEAR(sums.uu, uu, tolerance * uu) << where;
@@ -160,12 +160,13 @@ std::string run_with_threads(int threads) {
   std::string bytes;
   for (int64_t t = 1; t <= 3; t++) {
     for (size_t i = 0; i < n; i++) store(grads[i], static_cast<float>(1e-3 * normal(1 + static_cast<uint64_t>(t), i)));
-    const QualitySums sums =
-        optimizer->update(theta.data(), grads.data(), blocks, adamw_scalars(1e-3, .9, .95, 1e-8, .1, 1, 2, t), true, device);
+    const AdamWScalars k = adamw_scalars(1e-3, .9, .95, 1e-8, .1, 1, 2, t);
+    const QualitySums sums = optimizer->update(theta.data(), grads.data(), blocks, k, true, device);
     bytes.append(reinterpret_cast<const char*>(&sums), sizeof(sums));
   }
   bytes.append(reinterpret_cast<const char*>(theta.data()), n * sizeof(floatX));
-  for (const auto& state : optimizer->states()) bytes.append(static_cast<const char*>(state.data), n * state.element_bytes);
+  for (const auto& state : optimizer->states())
+    bytes.append(static_cast<const char*>(state.data), n * state.element_bytes);
   return bytes;
 }
 TYPED_TEST(Trajectory200, ThreadsChangeNoBit) {

@@ -1,5 +1,5 @@
-// Reads the golden files that dev/tests/oracle writes: safetensors, that is 8 bytes of header length, a JSON header with
-// each tensor's type, shape and place, raw little-endian data.
+// Reads the golden files that dev/tests/oracle writes. safetensors: 8 bytes of header length, a JSON header with each
+// tensor's type, shape and place, raw little-endian data.
 #pragma once
 #include <cstring>
 #include <fstream>
