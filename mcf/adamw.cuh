@@ -36,43 +36,42 @@ class Optimizer {
   std::vector<State> states_;
 };
 
-// One element. Not written inside the simd loop, since g++ 12 keeps a loop scalar that declares variables whose address
-// is taken; here they are gone once the call is inlined.
-template <class S, bool with_quality, class... T>
-[[gnu::always_inline]] inline void adamw_element(const AdamWScalars& k, const typename S::Theta& grad,
-                                                 typename S::Theta& theta, UpdateTrace& trace, size_t i, T&... states) {
-  const float g = to_float(grad), theta_before = to_float(theta);
-  float u, theta_after = theta_before;
-  const std::tuple before(to_float(states)...);
-  std::tuple after = before;
-  std::apply([&](auto&... s) { S::update(k, g, u, theta_after, s...), (store_grid(states, s), ...); }, after);
-  store_grid(theta, theta_after);
-  if constexpr (with_quality) {
-    trace.g[i] = g;
-    trace.u[i] = u;
-    trace.e[i] = S::value(theta_after, std::get<0>(after)) - S::value(theta_before, std::get<0>(before));
-    trace.e_hi[i] = static_cast<double>(theta_after) - theta_before;
-    trace.v_moved[i] = [&]<size_t... I>(std::index_sequence<I...>) {
-      return static_cast<int>(
-          ((std::get<S::second_moment + I>(after) != std::get<S::second_moment + I>(before)) | ...));
-    }
-    (std::make_index_sequence<sizeof...(T) - S::second_moment>());
-  }
+// One element; gives the intended update. Not written inside the simd loop, since g++ 12 keeps a loop scalar that
+// declares variables whose address is taken; here they are gone once the call is inlined.
+template <class S, class... T>
+[[gnu::always_inline]] inline float adamw_element(const AdamWScalars& k, const typename S::Theta& grad,
+                                                  typename S::Theta& theta, T&... states) {
+  float u, theta_now = to_float(theta);
+  std::tuple now(to_float(states)...);
+  std::apply([&](auto&... s) { S::update(k, to_float(grad), u, theta_now, s...), (store_grid(states, s), ...); }, now);
+  store_grid(theta, theta_now);
+  return u;
 }
 
-// One block on the CPU. s...: the states' elements from the block's first on.
+// One block on the CPU, in runs that stay in the L1 cache. s...: the states' elements from the block's first on.
 template <class S, bool with_quality, class... T>
 QualitySums adamw_block_cpu(const AdamWScalars& scalars, const typename S::Theta* __restrict grad,
                             typename S::Theta* __restrict theta, size_t n, T* __restrict... s) {
+  constexpr size_t run = UpdateTrace<S>::size;
+  constexpr bool strict = std::is_same_v<std::tuple_element_t<0, typename S::States>, bf16>;
   const AdamWScalars k = scalars;  // a local copy can't alias the arrays
   QualitySums sums;
-  UpdateTrace trace;
-  for (size_t begin = 0; begin < n; begin += UpdateTrace::size) {
-    const size_t count = std::min(UpdateTrace::size, n - begin);
+  UpdateTrace<S> trace;
+  uint8_t bytes[run];
+  for (size_t begin = 0; begin < n; begin += run) {
+    const size_t count = std::min(run, n - begin);
+    if constexpr (with_quality) trace.start(count, theta + begin, s + begin...);
 #pragma omp simd
-    for (size_t i = 0; i < count; i++)
-      adamw_element<S, with_quality>(k, grad[begin + i], theta[begin + i], trace, i, s[begin + i]...);
-    if (with_quality) sums += trace.sums(count);
+    for (size_t i = 0; i < count; i++) {
+      const float u = adamw_element<S>(k, grad[begin + i], theta[begin + i], s[begin + i]...);
+      if constexpr (with_quality) trace.u[i] = u;
+      // Read by nobody. An array of bytes makes g++ take 32 elements at a time, four AVX2 vectors side by side, where
+      // two leave the processor waiting for results: an element's operations are one long chain. 1.94 to 1.63 ns an
+      // element for bf16, 2.81 to 2.18 for collage_light, 4.25 to 3.05 for collage_plus (Zen 3, one thread, in cache).
+      if constexpr (strict) bytes[i] = static_cast<uint8_t>(grad[begin + i].bits);
+    }
+    if constexpr (strict) asm volatile("" : : "r"(bytes) : "memory");  // else the compiler leaves the bytes out
+    if constexpr (with_quality) sums += trace.sums(count, grad + begin, theta + begin, s + begin...);
   }
   return sums;
 }

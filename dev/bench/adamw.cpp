@@ -29,12 +29,9 @@ constexpr int target(bool with_quality) {
   return with_quality ? 40 : 50;
 }
 
-double wall_seconds() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-double thread_seconds() {  // a neighbour that takes the core does not count
+double cpu_seconds(clockid_t clock) {  // a neighbour that takes the core does not count
   timespec t;
-  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+  clock_gettime(clock, &t);
   return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
 }
 
@@ -99,15 +96,17 @@ void in_memory(size_t n, int rounds) {
   for (int round = 0; round <= rounds; round++)  // the first round warms up
     for (auto& c : cases)
       for (const bool with_quality : {false, true}) {
-        double start = wall_seconds();
+        double start = cpu_seconds(CLOCK_PROCESS_CPUTIME_ID);
+        const auto since_start = [&] { return (cpu_seconds(CLOCK_PROCESS_CPUTIME_ID) - start) / device.threads(); };
         copy(to, from, copied, device.threads());
-        if (round) copies.push_back(wall_seconds() - start);
-        start = wall_seconds();
+        if (round) copies.push_back(since_start());
+        start = cpu_seconds(CLOCK_PROCESS_CPUTIME_ID);
         c.pass(with_quality);
-        if (round) c.seconds[with_quality].push_back(wall_seconds() - start);
+        if (round) c.seconds[with_quality].push_back(since_start());
       }
   const double copy_speed = 2.0 * static_cast<double>(copied) / median(copies);
-  printf("%d threads, %zu elements, medians of %d rounds interleaved with the copy\n", device.threads(), n, rounds);
+  printf("%d threads, %zu elements, medians of %d rounds interleaved with the copy, CPU time / threads\n",
+         device.threads(), n, rounds);
   printf("copy (memcpy by all threads, bytes read + written): %.1f GB/s\n\n", copy_speed / 1e9);
   printf("%-14s %8s %9s %11s %7s %10s %8s\n", "precision", "quality", "B/element", "ns/element", "GB/s", "% of copy",
          "target");
@@ -125,9 +124,9 @@ double seconds_per_element(size_t n, F&& run) {
   constexpr int passes = 200, tries = 15;
   std::vector<double> times;
   for (int i = 0; i < tries; i++) {
-    const double start = thread_seconds();
+    const double start = cpu_seconds(CLOCK_THREAD_CPUTIME_ID);
     for (int j = 0; j < passes; j++) run();
-    times.push_back((thread_seconds() - start) / passes / static_cast<double>(n));
+    times.push_back((cpu_seconds(CLOCK_THREAD_CPUTIME_ID) - start) / passes / static_cast<double>(n));
   }
   return median(times);
 }
@@ -149,10 +148,10 @@ void in_cache() {
               seconds_per_element(n, [&] { adamw_block_cpu<S, false>(scalars, grad, theta, n, state.data()...); });
           const double on = seconds_per_element(
               n, [&] { benchmark::DoNotOptimize(adamw_block_cpu<S, true>(scalars, grad, theta, n, state.data()...)); });
-          UpdateTrace trace;
+
           const double scalar = seconds_per_element(n, [&] {
             for (size_t i = 0; i < n; i++) {
-              adamw_element<S, false>(scalars, grad[i], theta[i], trace, 0, state[i]...);
+              adamw_element<S>(scalars, grad[i], theta[i], state[i]...);
               asm volatile("");  // keeps the compiler from vectorising the loop
             }
           });

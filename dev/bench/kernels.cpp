@@ -150,9 +150,9 @@ void matmul_backward(benchmark::State& state) {
   flops(state, 2 * 2.0 * BTC * 4 * C);
 }
 
-#define BOTH(kernel)                                                     \
-  BENCHMARK(kernel<bf16>)->Unit(benchmark::kMillisecond)->UseRealTime(); \
-  BENCHMARK(kernel<float>)->Unit(benchmark::kMillisecond)->UseRealTime()
+#define BOTH(kernel)                                                                              \
+  BENCHMARK(kernel<bf16>)->Unit(benchmark::kMillisecond)->MeasureProcessCPUTime()->UseRealTime(); \
+  BENCHMARK(kernel<float>)->Unit(benchmark::kMillisecond)->MeasureProcessCPUTime()->UseRealTime()
 
 BOTH(encoder_forward);
 BOTH(encoder_backward);

@@ -77,7 +77,7 @@ void expect_trajectory(const std::string& name, bool with_quality) {
   const auto quality = golden.get<double>(strategy + "/quality");
   const size_t elements = theta0.size(), every = static_cast<size_t>(golden.i32("quality_every")[0]);
 
-  Device device;
+  Device device(1);
   std::vector<floatX> theta(layout.size), grads(layout.size);
   layout.scatter(theta, theta0.data());
   const auto optimizer = make_optimizer<floatX>(strategy, theta.data(), theta.size(), device);
@@ -107,7 +107,7 @@ void expect_trajectory(const std::string& name, bool with_quality) {
 }
 
 template <class S>
-class Trajectory200 : public testing::Test {};
+class StrategyAdamW : public testing::Test {};
 template <class T>
 struct AsTypes;
 template <class... S>
@@ -118,12 +118,12 @@ struct Names {
   template <class S>
   static std::string GetName(int) { return S::name; }
 };
-TYPED_TEST_SUITE(Trajectory200, AsTypes<Strategies>::type, Names);
+TYPED_TEST_SUITE(StrategyAdamW, AsTypes<Strategies>::type, Names);
 
-TYPED_TEST(Trajectory200, EqualsTheOracleBitForBit) {
+TYPED_TEST(StrategyAdamW, EqualsTheOracleBitForBit) {
   for (const auto& name : cases) expect_trajectory<TypeParam>(name, false);
 }
-TYPED_TEST(Trajectory200, QualitySumsEqualTheOracle) {
+TYPED_TEST(StrategyAdamW, QualitySumsEqualTheOracle) {
   for (const auto& name : cases) expect_trajectory<TypeParam>(name, true);
 }
 
@@ -169,13 +169,61 @@ std::string run_with_threads(int threads) {
     bytes.append(static_cast<const char*>(state.data), n * state.element_bytes);
   return bytes;
 }
-TYPED_TEST(Trajectory200, ThreadsChangeNoBit) {
+TYPED_TEST(StrategyAdamW, ThreadsChangeNoBit) {
   const std::string one = run_with_threads<TypeParam>(1);
   for (const int threads : {2, 3, 4}) EXPECT_TRUE(run_with_threads<TypeParam>(threads) == one) << threads;
 }
 
+// Tensors longer than a block, and than any chunk of one: as update() on one element after the other, and the quality
+// sums as plain sums. Tolerance as in expect_quality, for n terms.
+TYPED_TEST(StrategyAdamW, LongTensorsEqualOneElementAtATime) {
+  using S = TypeParam;
+  using floatX = typename S::Theta;
+  constexpr size_t n_states = std::tuple_size_v<typename S::States>, n = 2 * block_elements + 333;
+  Device device(1);
+  std::vector<Block> blocks;
+  append_blocks(blocks, 0, n, true);
+  std::vector<floatX> theta(n), grads(n);
+  for (size_t i = 0; i < n; i++) store(theta[i], static_cast<float>(.02 * normal(1, i)));
+  const auto optimizer = make_optimizer<floatX>(S::name, theta.data(), n, device);
+  std::vector<std::array<float, 1 + n_states>> reference(n);  // theta, then the states
+  for (size_t i = 0; i < n; i++) {
+    reference[i][0] = to_float(theta[i]);
+    if (starts_as_theta(S::state_names[0])) reference[i][1] = reference[i][0];
+  }
+  for (int64_t t = 1; t <= 3; t++) {
+    for (size_t i = 0; i < n; i++) store(grads[i], static_cast<float>(1e-3 * normal(1 + static_cast<uint64_t>(t), i)));
+    const AdamWScalars k = adamw_scalars(1e-4, .9, .95, 1e-8, .1, 1, 2, t);
+    const QualitySums sums = optimizer->update(theta.data(), grads.data(), blocks, k, true, device);
+    double uu = 0, ue = 0, ee = 0;
+    int64_t lost = 0;
+    for (size_t i = 0; i < n; i++) {
+      auto& r = reference[i];
+      float u;
+      const double before = S::value(r[0], r[1]);
+      [&]<size_t... J>(std::index_sequence<J...>) {
+        S::update(k, to_float(grads[i]), u, r[0], r[1 + J]...);
+      }(std::make_index_sequence<n_states>());
+      const double e = S::value(r[0], r[1]) - before, ud = u;
+      uu += ud * ud, ue += ud * e, ee += e * e, lost += u != 0 && e == 0;
+      ASSERT_TRUE(same_bits(to_float(theta[i]), r[0])) << i;
+      for (size_t j = 0; j < n_states; j++) {
+        const auto& state = optimizer->states()[j];
+        const float x = state.element_bytes == 4 ? static_cast<const float*>(state.data)[i]
+                                                 : to_float(static_cast<const bf16*>(state.data)[i]);
+        ASSERT_TRUE(same_bits(x, r[1 + j])) << i << ", " << state.name;
+      }
+    }
+    EXPECT_NEAR(sums.uu, uu, n * 0x1p-53 * uu);
+    EXPECT_NEAR(sums.ue, ue, n * 0x1p-53 * std::sqrt(uu * ee));
+    EXPECT_NEAR(sums.ee, ee, n * 0x1p-53 * ee);
+    EXPECT_EQ(sums.lost, lost);
+    EXPECT_EQ(sums.fed, static_cast<int64_t>(n));
+  }
+}
+
 // The states' memory is what the strategy's list says.
-TYPED_TEST(Trajectory200, StatesAreAccounted) {
+TYPED_TEST(StrategyAdamW, StatesAreAccounted) {
   constexpr size_t n = 1000;
   using floatX = typename TypeParam::Theta;
   Device device(1);
