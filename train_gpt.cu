@@ -23,6 +23,8 @@
 #include "kernels/layernorm.cuh"
 #include "kernels/matmul.cuh"
 #include "mcf/adamw.cuh"
+#include "runtime/comm.h"
+#include "runtime/gpu_peak.h"
 #include "runtime/metrics.h"
 #include "runtime/model_config.h"
 #include "runtime/options.h"
@@ -48,7 +50,7 @@ struct Parameter {
 
 struct ParameterTable {
   std::vector<Parameter> parameters;
-  std::vector<Block> blocks;  // of all tensors, for the optimizer and the norm
+  std::vector<Block> blocks;  // of all tensors: what the optimizer and the norm work on
   size_t elements = 0;        // of the flat buffer, alignment and padding included
   int64_t count = 0;          // parameters of the model, without them
 };
@@ -117,24 +119,22 @@ struct Tensors {
 // The initial weights, rounded to bf16 whatever the precision, so that runs differ in arithmetic only. Each element is
 // a function of (seed, tensor, element).
 template <class floatX>
-void initialize(floatX* params, const ParameterTable& table, int L, uint64_t seed) {
+void initialize(floatX* params, const ParameterTable& table, int L, uint64_t seed, Device& device) {
+  std::vector<floatX> values;
   for (size_t p = 0; p < table.parameters.size(); p++) {
     const Parameter& t = table.parameters[p];
-    floatX* w = params + t.begin;
-    const int64_t used = t.used_rows * t.columns;
-    if (t.init == Init::ones) {
-      for (int64_t i = 0; i < used; i++) store(w[i], 1.0f);
-    } else if (t.init != Init::zeros) {
-      const double std = t.init == Init::residual ? 0.02 / std::sqrt(2.0 * L) : 0.02;
+    if (t.init == Init::zeros) continue;  // the device's memory starts at zero
+    values.resize(static_cast<size_t>(t.used_rows * t.columns));
+    const double std = t.init == Init::residual ? 0.02 / std::sqrt(2.0 * L) : 0.02;
 #pragma omp parallel for
-      for (int64_t i = 0; i < used; i += 2) {  // Box and Muller (1958): two normal numbers from two uniform ones
-        const double radius =
-            std * std::sqrt(-2.0 * std::log(1.0 - random_uniform(seed, p, static_cast<uint64_t>(i), 0)));
-        const double angle = 2.0 * std::numbers::pi * random_uniform(seed, p, static_cast<uint64_t>(i), 1);
-        store(w[i], rn(static_cast<float>(radius * std::cos(angle))));
-        if (i + 1 < used) store(w[i + 1], rn(static_cast<float>(radius * std::sin(angle))));
-      }
+    for (size_t i = 0; i < values.size(); i += 2) {  // Box and Muller (1958): two normal numbers from two uniform ones
+      const double radius = std * std::sqrt(-2.0 * std::log(1.0 - random_uniform(seed, p, i, 0)));
+      const double angle = 2.0 * std::numbers::pi * random_uniform(seed, p, i, 1);
+      const bool ones = t.init == Init::ones;
+      store(values[i], ones ? 1.0f : rn(static_cast<float>(radius * std::cos(angle))));
+      if (i + 1 < values.size()) store(values[i + 1], ones ? 1.0f : rn(static_cast<float>(radius * std::sin(angle))));
     }
+    device.upload(params + t.begin, values.data(), values.size());
   }
 }
 
@@ -157,7 +157,18 @@ class Layout {
   size_t bytes_ = 0;
 };
 
-// What forward leaves for backward.
+// What backward computes again instead of keeping it: each level includes those before it. The same operations on the
+// same stored values, so never other bits.
+enum class Recompute { none, gelu, layernorm, block };
+
+Recompute recompute_level(const std::string& name) {
+  return name == "none"        ? Recompute::none
+         : name == "gelu"      ? Recompute::gelu
+         : name == "layernorm" ? Recompute::layernorm
+                               : Recompute::block;
+}
+
+// What forward leaves for backward. What is computed again exists once, and all layers point to it.
 template <class floatX>
 struct Activations {
   floatX* encoded;  // (B,T,C)
@@ -179,15 +190,27 @@ struct Activations {
   float *lnf_mean, *lnf_rstd;  // (B,T)
   float* losses;               // (B,T)
 
-  void lay_out(Layout& layout, const ModelConfig& c, int B, int T) {
+  void lay_out(Layout& layout, const ModelConfig& c, int B, int T, Recompute recompute) {
     const size_t BT = static_cast<size_t>(B) * T, BTC = BT * c.C;
     layers.resize(static_cast<size_t>(c.L));
+    Layer& first = layers[0];
     layout(encoded, BTC);
     for (auto& l : layers) {
-      layout(l.ln1, BTC), layout(l.ln1_mean, BT), layout(l.ln1_rstd, BT);
-      layout(l.qkv, 3 * BTC), layout(l.lse, BT * c.NH), layout(l.atty, BTC), layout(l.residual2, BTC);
-      layout(l.ln2, BTC), layout(l.ln2_mean, BT), layout(l.ln2_rstd, BT);
-      layout(l.fch, 4 * BTC), layout(l.fch_gelu, 4 * BTC), layout(l.residual3, BTC);
+      // Of its own for this layer, or the first layer's.
+      const auto place = [&](Recompute level, auto Layer::*field, size_t n) {
+        if (recompute < level || &l == &first)
+          layout(l.*field, n);
+        else
+          l.*field = first.*field;
+      };
+      place(Recompute::layernorm, &Layer::ln1, BTC), place(Recompute::layernorm, &Layer::ln2, BTC);
+      place(Recompute::gelu, &Layer::fch_gelu, 4 * BTC);
+      for (const auto field : {&Layer::ln1_mean, &Layer::ln1_rstd, &Layer::ln2_mean, &Layer::ln2_rstd})
+        place(Recompute::block, field, BT);
+      place(Recompute::block, &Layer::qkv, 3 * BTC), place(Recompute::block, &Layer::lse, BT * c.NH);
+      place(Recompute::block, &Layer::atty, BTC), place(Recompute::block, &Layer::residual2, BTC);
+      place(Recompute::block, &Layer::fch, 4 * BTC);
+      layout(l.residual3, BTC);
     }
     layout(lnf, BTC), layout(lnf_mean, BT), layout(lnf_rstd, BT), layout(losses, BT);
   }
@@ -196,19 +219,23 @@ struct Activations {
 // What is used and forgotten within a step.
 template <class floatX>
 struct Workspace {
-  int chunk_rows;     // rows of logits that exist at a time
-  floatX* logits;     // (chunk_rows, Vp)
-  floatX* projected;  // (B,T,C) output of a projection, before it joins the residual
-  floatX* dresidual;  // (B,T,C) gradient of the residual stream
-  floatX* dbtc;       // (B,T,C)
-  floatX* dbt4c;      // (B,T,4C)
-  float* dwte;        // (Vp,C) gradient of the tied embedding: both contributions, before it is rounded
+  int chunk_rows;         // rows of logits that exist at a time
+  floatX* logits;         // (chunk_rows, Vp)
+  floatX* projected;      // (B,T,C) output of a projection, before it joins the residual
+  floatX* dresidual;      // (B,T,C) gradient of the residual stream
+  floatX* dbtc;           // (B,T,C)
+  floatX* dbt4c;          // (B,T,4C)
+  float* dwte;            // (Vp,C) gradient of the tied embedding: both contributions, before it is rounded
+  int *tokens, *targets;  // (B,T)
+  double* loss_sums;      // (max_loss_sums) of the forward passes since they were last fetched
+  static constexpr size_t max_loss_sums = 1024;
 
-  void lay_out(Layout& layout, const ModelConfig& c, int B, int T) {
-    const size_t BTC = static_cast<size_t>(B) * T * c.C;
+  void lay_out(Layout& layout, const ModelConfig& c, int B, int T, Recompute) {
+    const size_t BT = static_cast<size_t>(B) * T, BTC = BT * c.C;
     chunk_rows = std::min(B * T, std::max(256, (1 << 24) / c.Vp / 256 * 256));  // about 32 MiB of bf16
     layout(logits, static_cast<size_t>(chunk_rows) * c.Vp), layout(projected, BTC), layout(dresidual, BTC);
     layout(dbtc, BTC), layout(dbt4c, 4 * BTC), layout(dwte, static_cast<size_t>(c.Vp) * c.C);
+    layout(tokens, BT), layout(targets, BT), layout(loss_sums, max_loss_sums);
   }
 };
 
@@ -217,11 +244,14 @@ class GPT {
  public:
   const ModelConfig config;
   const ParameterTable table;
+  const BlockList blocks;
 
   // Room for micro-batches of up to (B,T) tokens.
-  GPT(const ModelConfig& c, int B, int T, uint64_t seed, Device& device)
+  GPT(const ModelConfig& c, int B, int T, Recompute recompute, uint64_t seed, Device& device)
       : config(c),
         table(parameter_table(c)),
+        blocks(table.blocks, device),
+        recompute_(recompute),
         device_(device),
         params_(device, Memory::weights, table.elements),
         grads_(device, Memory::gradients, table.elements),
@@ -229,134 +259,177 @@ class GPT {
         dw_(grads_, table, c.L) {
     activation_memory_ = lay_out(acts_, Memory::activations, B, T);
     work_memory_ = lay_out(work_, Memory::workspace, B, T);
-    initialize(params_.data(), table, c.L, seed);
+    initialize(params_.data(), table, c.L, seed, device);
   }
 
   floatX* params() { return params_; }
   floatX* grads() { return grads_; }
   void zero_gradients() {
     Scope scope("zero_gradients", device_);
-#pragma omp parallel for
-    for (size_t b = 0; b < table.blocks.size(); b++)
-      memset(grads_ + table.blocks[b].begin, 0, table.blocks[b].n * sizeof(floatX));
+    device_.zero(grads_.data(), grads_.size());
   }
 
-  // Runs the blocks on tokens (B,T), up to the last LayerNorm.
+  // Runs the blocks on tokens (B,T), host memory, up to the last LayerNorm.
   void forward(const int* tokens, int B, int T) {
-    const int C = config.C, NH = config.NH;
+    const int C = config.C;
     auto& a = acts_;
-    encoder_forward(a.encoded, tokens, w_.wte, w_.wpe, B, T, C, device_);
-    const floatX* residual = a.encoded;
+    device_.upload(work_.tokens, tokens, static_cast<size_t>(B) * T);
+    encoder_forward(a.encoded, work_.tokens, w_.wte, w_.wpe, B, T, C, device_);
+    recompute_ln1(0, B, T);
     for (int i = 0; i < config.L; i++) {
-      const auto& w = w_.layers[static_cast<size_t>(i)];
       auto& l = a.layers[static_cast<size_t>(i)];
-      if (i == 0) layernorm_forward(l.ln1, l.ln1_mean, l.ln1_rstd, residual, w.ln1w, w.ln1b, B, T, C, device_);
-      matmul_forward(l.qkv, l.ln1, w.qkvw, w.qkvb, B, T, C, 3 * C, device_);
-      attention_forward(l.atty, l.lse, l.qkv, B, T, C, NH, device_);
-      matmul_forward(work_.projected, l.atty, w.attprojw, w.attprojb, B, T, C, C, device_);
-      residual_layernorm_forward(l.residual2, l.ln2, l.ln2_mean, l.ln2_rstd, residual, work_.projected, w.ln2w, w.ln2b,
-                                 B, T, C, device_);
-      matmul_forward(l.fch, l.ln2, w.fcw, w.fcb, B, T, C, 4 * C, device_);
-      gelu_forward(l.fch_gelu, l.fch, static_cast<size_t>(B) * T * 4 * C, device_);
-      matmul_forward(work_.projected, l.fch_gelu, w.fcprojw, w.fcprojb, B, T, 4 * C, C, device_);
+      forward_block(i, B, T);
+      matmul_forward(work_.projected, l.fch_gelu, w(i).fcprojw, w(i).fcprojb, B, T, 4 * C, C, device_);
       // The addition that ends this block and the LayerNorm that starts the next are one pass.
       if (i + 1 < config.L) {
-        const auto& next_w = w_.layers[static_cast<size_t>(i) + 1];
         auto& next = a.layers[static_cast<size_t>(i) + 1];
         residual_layernorm_forward(l.residual3, next.ln1, next.ln1_mean, next.ln1_rstd, l.residual2, work_.projected,
-                                   next_w.ln1w, next_w.ln1b, B, T, C, device_);
+                                   w(i + 1).ln1w, w(i + 1).ln1b, B, T, C, device_);
       } else {
         residual_layernorm_forward(l.residual3, a.lnf, a.lnf_mean, a.lnf_rstd, l.residual2, work_.projected, w_.lnfw,
                                    w_.lnfb, B, T, C, device_);
       }
-      residual = l.residual3;
     }
   }
 
-  // Sum of the losses of the last forward, in nats. targets (B,T).
-  double loss(const int* targets, int B, int T) { return classify(targets, B, T, 0.0f, false); }
+  // Computes the losses of the last forward, in nats, for take_losses(). targets (B,T), host memory.
+  void loss(const int* targets, int B, int T) { classify(targets, B, T, 0.0f, false); }
 
-  // The same, and adds to the gradients those of loss_scale * (sum of the losses).
-  double loss_and_backward(const int* tokens, const int* targets, float loss_scale, int B, int T) {
+  // The same, and adds to the gradients those of loss_scale * (sum of the losses). Calls ready(begin, end) as soon as
+  // the gradients of these elements of the flat buffer are complete: the last LayerNorm's, then block after block from
+  // the last, then the embeddings'.
+  template <class Ready>
+  void loss_and_backward(const int* tokens, const int* targets, float loss_scale, int B, int T, Ready&& ready) {
     const int C = config.C, NH = config.NH;
     const size_t BT = static_cast<size_t>(B) * T;
     auto& a = acts_;
     floatX *dresidual = work_.dresidual, *dbtc = work_.dbtc, *dbt4c = work_.dbt4c;
     {
-      Scope scope("zero_dwte", device_);
-#pragma omp parallel for
-      for (int v = 0; v < config.Vp; v++)
-        memset(work_.dwte + static_cast<size_t>(v) * C, 0, static_cast<size_t>(C) * sizeof(float));
-      memset(dresidual, 0, BT * C * sizeof(floatX));
+      Scope scope("zero_scratch", device_);
+      device_.zero(work_.dwte, static_cast<size_t>(config.Vp) * C);
+      device_.zero(dresidual, BT * C);
     }
-    const double loss = classify(targets, B, T, loss_scale, true);  // leaves the gradient of lnf in dbtc
-    const auto& last = a.layers.back();
-    layernorm_backward(dresidual, dw_.lnfw, dw_.lnfb, dbtc, last.residual3, w_.lnfw, a.lnf_mean, a.lnf_rstd, B, T, C,
-                       device_);
+    classify(targets, B, T, loss_scale, true);  // leaves the gradient of lnf in dbtc
+    layernorm_backward(dresidual, dw_.lnfw, dw_.lnfb, dbtc, a.layers.back().residual3, w_.lnfw, a.lnf_mean, a.lnf_rstd,
+                       B, T, C, device_);
+    // From the first tensor of block i (or what follows the last) to that of the next.
+    const auto begin_of = [&](int i) { return table.parameters[2 + 12 * static_cast<size_t>(i)].begin; };
+    ready(begin_of(config.L), table.elements);
     for (int i = config.L - 1; i >= 0; i--) {
-      const auto& w = w_.layers[static_cast<size_t>(i)];
       const auto& dw = dw_.layers[static_cast<size_t>(i)];
       const auto& l = a.layers[static_cast<size_t>(i)];
-      const floatX* residual = i == 0 ? a.encoded : a.layers[static_cast<size_t>(i) - 1].residual3;
-      matmul_backward(dbt4c, dw.fcprojw, dw.fcprojb, dresidual, l.fch_gelu, w.fcprojw, B, T, 4 * C, C, device_);
+      if (recompute_ == Recompute::block) {
+        recompute_ln1(i, B, T);
+        forward_block(i, B, T);
+      } else if (recompute_ >= Recompute::gelu) {
+        gelu_forward(l.fch_gelu, l.fch, BT * 4 * C, device_);
+      }
+      matmul_backward(dbt4c, dw.fcprojw, dw.fcprojb, dresidual, l.fch_gelu, w(i).fcprojw, B, T, 4 * C, C, device_);
       gelu_backward(dbt4c, l.fch, BT * 4 * C, device_);
-      matmul_backward(dbtc, dw.fcw, dw.fcb, dbt4c, l.ln2, w.fcw, B, T, C, 4 * C, device_);
-      layernorm_backward(dresidual, dw.ln2w, dw.ln2b, dbtc, l.residual2, w.ln2w, l.ln2_mean, l.ln2_rstd, B, T, C,
+      if (recompute_ == Recompute::layernorm)
+        layernorm_forward(l.ln2, l.ln2_mean, l.ln2_rstd, l.residual2, w(i).ln2w, w(i).ln2b, B, T, C, device_);
+      matmul_backward(dbtc, dw.fcw, dw.fcb, dbt4c, l.ln2, w(i).fcw, B, T, C, 4 * C, device_);
+      layernorm_backward(dresidual, dw.ln2w, dw.ln2b, dbtc, l.residual2, w(i).ln2w, l.ln2_mean, l.ln2_rstd, B, T, C,
                          device_);
-      matmul_backward(dbtc, dw.attprojw, dw.attprojb, dresidual, l.atty, w.attprojw, B, T, C, C, device_);
+      matmul_backward(dbtc, dw.attprojw, dw.attprojb, dresidual, l.atty, w(i).attprojw, B, T, C, C, device_);
       floatX* dqkv = dbt4c;
       attention_backward(dqkv, dbtc, l.atty, l.lse, l.qkv, B, T, C, NH, device_);
-      matmul_backward(dbtc, dw.qkvw, dw.qkvb, dqkv, l.ln1, w.qkvw, B, T, C, 3 * C, device_);
-      layernorm_backward(dresidual, dw.ln1w, dw.ln1b, dbtc, residual, w.ln1w, l.ln1_mean, l.ln1_rstd, B, T, C, device_);
+      if (recompute_ == Recompute::layernorm) recompute_ln1(i, B, T);
+      matmul_backward(dbtc, dw.qkvw, dw.qkvb, dqkv, l.ln1, w(i).qkvw, B, T, C, 3 * C, device_);
+      layernorm_backward(dresidual, dw.ln1w, dw.ln1b, dbtc, residual_before(i), w(i).ln1w, l.ln1_mean, l.ln1_rstd, B, T,
+                         C, device_);
+      ready(begin_of(i), begin_of(i + 1));
     }
-    encoder_backward(work_.dwte, dw_.wpe, dresidual, tokens, B, T, C, device_);
+    encoder_backward(work_.dwte, dw_.wpe, dresidual, tokens, B, T, C, config.V, device_);
     add_embedding_gradient(dw_.wte, work_.dwte, static_cast<size_t>(config.Vp) * C, device_);
-    return loss;
+    ready(0, begin_of(0));
   }
 
-  // Logits (Vp) that follow token t of the last forward of one sequence. Valid until the next call.
-  const floatX* logits(int t) {
+  // The sum of the losses of each forward pass since the last call. Waits for the device.
+  std::vector<double> take_losses() {
+    fetch_losses();
+    return std::exchange(fetched_losses_, {});
+  }
+
+  // Logits (V) that follow token t of the last forward of one sequence.
+  std::vector<floatX> logits(int t) {
     matmul_forward(work_.logits, acts_.lnf + static_cast<size_t>(t) * config.C, w_.wte,
                    static_cast<const floatX*>(nullptr), 1, 1, config.C, config.Vp, device_);
-    return work_.logits;
+    std::vector<floatX> logits(static_cast<size_t>(config.V));
+    device_.download(logits.data(), work_.logits, logits.size());
+    return logits;
   }
 
  private:
   template <class Pointers>
   Buffer<char> lay_out(Pointers& pointers, Memory memory, int B, int T) {
     Layout plan;
-    pointers.lay_out(plan, config, B, T);
+    pointers.lay_out(plan, config, B, T, recompute_);
     Buffer<char> buffer(device_, memory, plan.bytes());
     Layout layout(buffer);
-    pointers.lay_out(layout, config, B, T);
+    pointers.lay_out(layout, config, B, T, recompute_);
     return buffer;
+  }
+
+  const typename Tensors<floatX>::Layer& w(int i) const { return w_.layers[static_cast<size_t>(i)]; }
+  const floatX* residual_before(int i) const {
+    return i == 0 ? acts_.encoded : acts_.layers[static_cast<size_t>(i) - 1].residual3;
+  }
+
+  void recompute_ln1(int i, int B, int T) {
+    auto& l = acts_.layers[static_cast<size_t>(i)];
+    layernorm_forward(l.ln1, l.ln1_mean, l.ln1_rstd, residual_before(i), w(i).ln1w, w(i).ln1b, B, T, config.C, device_);
+  }
+
+  // Block i from ln1 up to the GELU: what backward needs again where nothing of it is kept.
+  void forward_block(int i, int B, int T) {
+    const int C = config.C;
+    auto& l = acts_.layers[static_cast<size_t>(i)];
+    matmul_forward(l.qkv, l.ln1, w(i).qkvw, w(i).qkvb, B, T, C, 3 * C, device_);
+    attention_forward(l.atty, l.lse, l.qkv, B, T, C, config.NH, device_);
+    matmul_forward(work_.projected, l.atty, w(i).attprojw, w(i).attprojb, B, T, C, C, device_);
+    residual_layernorm_forward(l.residual2, l.ln2, l.ln2_mean, l.ln2_rstd, residual_before(i), work_.projected,
+                               w(i).ln2w, w(i).ln2b, B, T, C, device_);
+    matmul_forward(l.fch, l.ln2, w(i).fcw, w(i).fcb, B, T, C, 4 * C, device_);
+    gelu_forward(l.fch_gelu, l.fch, static_cast<size_t>(B) * T * 4 * C, device_);
   }
 
   // The output projection and the loss, in chunks of rows: the logits of a whole batch would be the largest tensor by
   // far.
-  double classify(const int* targets, int B, int T, float loss_scale, bool backward) {
+  void classify(const int* targets, int B, int T, float loss_scale, bool backward) {
     const int C = config.C, V = config.V, Vp = config.Vp, rows = B * T;
     constexpr floatX* no_bias = nullptr;
+    device_.upload(work_.targets, targets, static_cast<size_t>(rows));
     for (int r = 0; r < rows; r += work_.chunk_rows) {
       const int n = std::min(work_.chunk_rows, rows - r);
       const floatX* lnf = acts_.lnf + static_cast<size_t>(r) * C;
       matmul_forward(work_.logits, lnf, w_.wte, no_bias, 1, n, C, Vp, device_);
-      fused_classifier(acts_.losses + r, work_.logits, targets + r, loss_scale, n, V, Vp, backward, device_);
+      fused_classifier(acts_.losses + r, work_.logits, work_.targets + r, loss_scale, n, V, Vp, backward, device_);
       if (backward)
         matmul_backward(work_.dbtc + static_cast<size_t>(r) * C, work_.dwte, no_bias, work_.logits, lnf, w_.wte, 1, n,
                         C, Vp, device_);
     }
-    double sum = 0;
-    for (int r = 0; r < rows; r++) sum += acts_.losses[r];
-    return sum;
+    add_losses(work_.loss_sums + losses_++, acts_.losses, rows, device_);
+    if (losses_ == work_.max_loss_sums) fetch_losses();
   }
 
+  void fetch_losses() {
+    const size_t before = fetched_losses_.size();
+    fetched_losses_.resize(before + losses_);
+    device_.download(fetched_losses_.data() + before, work_.loss_sums, losses_);
+    device_.zero(work_.loss_sums, losses_);
+    losses_ = 0;
+  }
+
+  const Recompute recompute_;
   Device& device_;
   Buffer<floatX> params_, grads_;
   Tensors<floatX> w_, dw_;
   Activations<floatX> acts_;
   Workspace<floatX> work_;
   Buffer<char> activation_memory_, work_memory_;
+  size_t losses_ = 0;  // sums on the device
+  std::vector<double> fetched_losses_;
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -380,19 +453,41 @@ struct Batch {
   std::vector<int32_t> row_;
 };
 
-// Mean loss over the first sequences of the validation set, in file order; every token counts the same, whatever B is.
+// n things shared out over the ranks: rank r takes those from [r] to [r + 1].
+std::vector<size_t> shares(int64_t n, int ranks) {
+  std::vector<size_t> first;
+  for (int r = 0; r <= ranks; r++) first.push_back(static_cast<size_t>(n * r / ranks));
+  return first;
+}
+
+// The sum of the losses of all ranks' forward passes since the last call, in the order of the stream, whoever made
+// them: the same bits for every number of ranks. Rank r made those from first[r] to first[r + 1]. Waits for the device.
 template <class floatX>
-double validate(GPT<floatX>& model, Dataset& data, const Options& o) {
+double sum_of_losses(GPT<floatX>& model, Comm& comm, const std::vector<size_t>& first) {
+  std::vector<double> losses(first.back());
+  const std::vector<double> mine = model.take_losses();
+  std::copy(mine.begin(), mine.end(), losses.begin() + static_cast<int64_t>(first[static_cast<size_t>(comm.rank())]));
+  comm.share(losses.data(), first);
+  double sum = 0;
+  for (const double loss : losses) sum += loss;
+  return sum;
+}
+
+// Mean loss over the first sequences of the validation set, in file order; every token counts the same, whatever B is.
+// The ranks share the batches, and the losses are added in file order: the same bits for every number of ranks.
+template <class floatX>
+double validate(GPT<floatX>& model, Dataset& data, const Options& o, Comm& comm) {
   const int64_t sequences = o.val_sequences ? std::min(o.val_sequences, data.sequences()) : data.sequences();
   Batch batch(o.batch_size, o.seq_len);
-  double sum = 0;
-  for (int64_t i = 0; i < sequences; i += batch.B) {
+  const std::vector<size_t> first = shares((sequences + batch.B - 1) / batch.B, comm.ranks());
+  for (size_t n = first[static_cast<size_t>(comm.rank())]; n < first[static_cast<size_t>(comm.rank()) + 1]; n++) {
+    const int64_t i = static_cast<int64_t>(n) * batch.B;
     const int rows = static_cast<int>(std::min<int64_t>(batch.B, sequences - i));
     for (int b = 0; b < rows; b++) batch.fill_row(b, [&](int32_t* out) { data.read(i + b, out); });
     model.forward(batch.tokens.data(), rows, batch.T);
-    sum += model.loss(batch.targets.data(), rows, batch.T);
+    model.loss(batch.targets.data(), rows, batch.T);
   }
-  return sum / static_cast<double>(sequences * batch.T);
+  return sum_of_losses(model, comm, first) / static_cast<double>(sequences * batch.T);
 }
 
 // Continues the prompt by --sample-tokens tokens drawn from the model's distribution. Beyond T the model sees the last
@@ -406,13 +501,15 @@ std::vector<int32_t> sample(GPT<floatX>& model, std::vector<int32_t> tokens, con
     std::vector<int> window(std::min(T, (seen + 63) / 64 * 64), 0);
     std::copy(tokens.end() - static_cast<int64_t>(seen), tokens.end(), window.begin());
     model.forward(window.data(), 1, static_cast<int>(window.size()));
-    const floatX* logits = model.logits(static_cast<int>(seen) - 1);
+    const auto logits = model.logits(static_cast<int>(seen) - 1);
     double max = -HUGE_VAL, sum = 0, chosen = 0;
-    for (int v = 0; v < model.config.V; v++) max = std::max(max, static_cast<double>(to_float(logits[v])));
-    for (int v = 0; v < model.config.V; v++) sum += std::exp(to_float(logits[v]) - max);
+    for (const floatX logit : logits) max = std::max(max, static_cast<double>(to_float(logit)));
+    for (const floatX logit : logits) sum += std::exp(to_float(logit) - max);
     const double coin = random_uniform(o.seed, ~uint64_t{0}, static_cast<uint64_t>(step), tokens.size()) * sum;
     int32_t token = 0;
-    while (token < model.config.V - 1 && (chosen += std::exp(to_float(logits[token]) - max)) <= coin) token++;
+    while (token < model.config.V - 1 &&
+           (chosen += std::exp(to_float(logits[static_cast<size_t>(token)]) - max)) <= coin)
+      token++;
     tokens.push_back(token);
   }
   return tokens;
@@ -462,22 +559,51 @@ std::string describe(const Dataset& data) {
               human_count(data.dropped_tokens()).c_str());
 }
 
+// Refuses a run that a GPU has no memory for before it allocates anything, and says what would fit.
+template <class floatX>
+void check_memory(const Options& o, const ModelConfig& config, int bytes_per_param, int ranks, Device& device) {
+  if (!device.is_cuda()) return;
+  const int64_t elements = static_cast<int64_t>(parameter_table(config).elements);
+  const int64_t state_bytes = bytes_per_param - 2 * static_cast<int64_t>(sizeof(floatX));
+  const int64_t fixed = elements * 2 * static_cast<int64_t>(sizeof(floatX)) +
+                        (o.eval_only ? 0 : elements * state_bytes / (o.zero ? ranks : 1));
+  const auto needed = [&](int B) {
+    Layout layout;
+    Activations<floatX>().lay_out(layout, config, B, o.seq_len, recompute_level(o.recompute));
+    Workspace<floatX>().lay_out(layout, config, B, o.seq_len, recompute_level(o.recompute));
+    return fixed + static_cast<int64_t>(layout.bytes()) + (int64_t{64} << 20);  // and the kernels' scratch
+  };
+  const int64_t free = device.free_bytes();
+  if (needed(o.batch_size) <= free) return;
+  int fits = 0;
+  for (int step = 1 << 20; step > 0; step /= 2)
+    if (fits + step < o.batch_size && needed(fits + step) <= free) fits += step;
+  const std::string hint = fits ? strf("the largest that fits is --batch-size=%d", fits)
+                                : "no batch size fits: take a smaller --model, --recompute=block, or --zero=1";
+  RUN_ERROR("--batch-size: %d needs %s of GPU memory (weights, gradients and states %s), %s are free; %s", o.batch_size,
+            human_bytes(static_cast<double>(needed(o.batch_size))).c_str(),
+            human_bytes(static_cast<double>(fixed)).c_str(), human_bytes(static_cast<double>(free)).c_str(), hint.c_str());
+}
+
 template <class floatX>
 void train(Options o, const ModelConfig& config, Data& data, const std::string& command, int bytes_per_param,
-           const char* meaning, Device& device) {
+           const char* meaning, const std::string& why_no_gpu, Device& device, Comm& comm) {
   const auto now = [] {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
   };
   const int B = o.batch_size, T = o.seq_len;
 
-  // The batch: micro-batches of B x T tokens, as many as make up the total.
-  const int64_t micro_tokens = static_cast<int64_t>(B) * T;
-  if (o.total_batch_tokens == 0) o.total_batch_tokens = micro_tokens;
-  if (o.total_batch_tokens % micro_tokens)
-    USAGE_ERROR("--total-batch-tokens: %lld is no multiple of batch-size x seq-len = %d x %d = %lld; try %lld",
-                static_cast<long long>(o.total_batch_tokens), B, T, static_cast<long long>(micro_tokens),
-                static_cast<long long>((o.total_batch_tokens / micro_tokens + 1) * micro_tokens));
-  const int64_t micro_batches = o.total_batch_tokens / micro_tokens, step_sequences = micro_batches * B;
+  // The batch: micro-batches of B x T tokens, as many as make up the total. Every rank takes the same number of them,
+  // the first rank the first in the stream of sequences.
+  const int64_t micro_tokens = static_cast<int64_t>(B) * T, all_ranks_tokens = micro_tokens * comm.ranks();
+  if (o.total_batch_tokens == 0) o.total_batch_tokens = all_ranks_tokens;
+  if (o.total_batch_tokens % all_ranks_tokens)
+    USAGE_ERROR("--total-batch-tokens: %lld is no multiple of batch-size x seq-len%s = %d x %d%s = %lld; try %lld",
+                static_cast<long long>(o.total_batch_tokens), comm.ranks() > 1 ? " x ranks" : "", B, T,
+                comm.ranks() > 1 ? strf(" x %d", comm.ranks()).c_str() : "", static_cast<long long>(all_ranks_tokens),
+                static_cast<long long>((o.total_batch_tokens / all_ranks_tokens + 1) * all_ranks_tokens));
+  const int64_t step_micro_batches = o.total_batch_tokens / micro_tokens, step_sequences = step_micro_batches * B;
+  const int64_t micro_batches = step_micro_batches / comm.ranks(), first_micro_batch = micro_batches * comm.rank();
   if (!o.eval_only && o.steps == 0) {
     o.steps = data.train->sequences() / step_sequences;
     if (o.steps == 0)
@@ -485,23 +611,41 @@ void train(Options o, const ModelConfig& config, Data& data, const std::string& 
           "--steps: one epoch is %lld sequences, less than the %lld of one step; give --steps or a smaller batch",
           static_cast<long long>(data.train->sequences()), static_cast<long long>(step_sequences));
   }
-  if (o.edq_every < 0) o.edq_every = 1;
+  if (o.edq_every < 0) o.edq_every = device.is_cuda() ? 10 : 1;
   const std::vector<int32_t> prompt = prompt_tokens(o, data.tokenizer, config.V);
 
   const double start = now();
-  GPT<floatX> model(config, B, T, o.seed, device);
+  check_memory<floatX>(o, config, bytes_per_param, comm.ranks(), device);
+  GPT<floatX> model(config, B, T, recompute_level(o.recompute), o.seed, device);
   std::unique_ptr<Optimizer<floatX>> optimizer;
-  if (!o.eval_only) optimizer = make_optimizer(o.precision, model.params(), model.table.elements, device);
-  const double peak = measured_product_peak(sizeof(floatX) == 2, device);
+  const Cut cut = cut_blocks(model.table.blocks, model.table.elements, comm.ranks());
+  const Part part = o.zero ? cut.part(comm.rank()) : Part(model.table.elements);
+  if (!o.eval_only) optimizer = make_optimizer(o.precision, model.params(), model.blocks, part, device);
+  const double peak = comm.sum(device.is_cuda() ? gpu_peak_flops(device.properties().name, sizeof(floatX) == 2)
+                                                : measured_product_peak(sizeof(floatX) == 2, device));  // of all ranks
+  const std::vector<std::string> devices = comm.list_devices(
+      device.id(), device.is_cuda() ? device.properties().name
+                                    : strf("CPU, %d thread%s", device.threads(), device.threads() == 1 ? "" : "s"));
+  if (device.is_cuda() && comm.ranks() > 1) comm.use_gpu(device.stream());
   const double step_flops = 6.0 * static_cast<double>(model.table.count) * static_cast<double>(o.total_batch_tokens);
 
-  Metrics metrics(o.out);
+  Metrics metrics(comm.rank() == 0 ? o.out : "");
   printf("train_gpt  %s\n", version());
-  printf("device     CPU, %d thread%s, %s, %.0f GFLOP/s measured\n", device.threads(), device.threads() == 1 ? "" : "s",
-         product_library().c_str(), peak / 1e9);
-  if (const std::string warning = product_warning();
-      !warning.empty() && (sizeof(floatX) == 2 || product_library()[0] == 'p'))
-    printf("           %s\n", warning.c_str());
+  if (device.is_cuda()) {
+    const cudaDeviceProp& gpu = device.properties();
+    printf("device     %s, compute capability %d.%d, %s\n", gpu.name, gpu.major, gpu.minor,
+           peak > 0 ? strf("peak %.0f TFLOP/s", peak / 1e12).c_str() : "peak unknown: no MFU");
+  } else {
+    printf("device     CPU, %d thread%s, %s, %.0f GFLOP/s measured\n", device.threads(),
+           device.threads() == 1 ? "" : "s", product_library().c_str(), peak / 1e9);
+    if (o.device == "auto") printf("           %s: training on the CPU\n", why_no_gpu.c_str());
+    const std::string warning = product_warning(sizeof(floatX) == 2);
+    if (!warning.empty()) printf("           %s\n", warning.c_str());
+  }
+  if (comm.ranks() > 1)
+    printf("ranks      %d over %s; %s\n", comm.ranks(), comm.transport().c_str(),
+           o.zero ? "optimizer states are shared out (--zero=1)" : "each with all optimizer states (--zero=0)");
+  for (const auto& line : devices) printf("           %s\n", line.c_str());
   printf("model      %s: %d layers, %d channels, %d heads, T = %d, vocabulary %d (padded to %d), %s parameters\n",
          o.model.c_str(), config.L, config.C, config.NH, T, config.V, config.Vp,
          human_count(model.table.count).c_str());
@@ -515,7 +659,7 @@ void train(Options o, const ModelConfig& config, Data& data, const std::string& 
           printf("           warning: %s is trained on and validated on\n", data.val->path(i).c_str());
   if (!o.eval_only)
     printf("batch      %s tokens a step: %lld x %d sequences; %s steps, %.3g epochs\n",
-           human_count(o.total_batch_tokens).c_str(), static_cast<long long>(micro_batches), B,
+           human_count(o.total_batch_tokens).c_str(), static_cast<long long>(step_micro_batches), B,
            human_count(o.steps).c_str(),
            static_cast<double>(o.steps * step_sequences) / static_cast<double>(data.train->sequences()));
   Record memory;
@@ -524,7 +668,9 @@ void train(Options o, const ModelConfig& config, Data& data, const std::string& 
     const int64_t bytes = device.bytes(static_cast<Memory>(m));
     memory.add(memory_names[m], bytes);
     printf(" %s %s%s", memory_names[m], human_bytes(static_cast<double>(bytes)).c_str(),
-           m + 1 < memory_names.size() ? "," : "\n");
+           m + 1 < memory_names.size() ? ","
+           : comm.ranks() > 1          ? " (each rank)\n"
+                                       : "\n");
   }
   if (!o.out.empty()) printf("output     %s\n", metrics.path().c_str());
   if (!metrics.moved_to().empty())
@@ -533,7 +679,8 @@ void train(Options o, const ModelConfig& config, Data& data, const std::string& 
   fflush(stdout);
 
   Record run;
-  run.add("command", command).add("version", version()).add("precision", o.precision).add("device", "cpu");
+  run.add("command", command).add("version", version()).add("precision", o.precision);
+  run.add("device", device.is_cuda() ? device.properties().name : "cpu").add("ranks", comm.ranks());
   run.add("threads", device.threads()).add("isa", product_library()).add("flags", flag_values(o));
   run.add("parameters", model.table.count).add("bytes_per_param", bytes_per_param).add("memory", memory);
   metrics.write(run);
@@ -546,106 +693,144 @@ void train(Options o, const ModelConfig& config, Data& data, const std::string& 
     printf("%s\n", wrapped(text, 110).c_str());
   };
   if (o.eval_only) {
-    const double val_loss = validate(model, *data.val, o);
+    const double val_loss = validate(model, *data.val, o, comm);
     printf("%s\n", val_line(0, 0, val_loss).c_str());
     metrics.write(Record().add("step", 0).add("val_loss", val_loss));
-    if (o.sample_every) print_sample(0);
+    if (o.sample_every && comm.rank() == 0) print_sample(0);
     return;
   }
 
   // The training loop.
   Terminal terminal;
   Batch batch(B, T);
+  Buffer<double> grad_norm(device, Memory::workspace, 1);  // on the device
+  Stopwatch optimizer_watch(device);
   int64_t updates = 0;
   for (int64_t step = 0; step < o.steps; step++) {
     const double step_start = now();
     model.zero_gradients();
-    double loss = 0;
-    for (int64_t micro = 0; micro < micro_batches; micro++) {
+    for (int64_t micro = first_micro_batch; micro < first_micro_batch + micro_batches; micro++) {
       const int64_t first = (o.overfit_batch ? 0 : step * step_sequences) + micro * B;
       for (int b = 0; b < B; b++)
         batch.fill_row(b, [&](int32_t* out) { data.train->read_shuffled(first + b, o.seed, out); });
       model.forward(batch.tokens.data(), B, T);
-      loss += model.loss_and_backward(batch.tokens.data(), batch.targets.data(),
-                                      1.0f / static_cast<float>(o.total_batch_tokens), B, T);
+      // In the last micro-batch gradients go to their owners while backward goes on.
+      const bool last = micro + 1 == first_micro_batch + micro_batches;
+      model.loss_and_backward(batch.tokens.data(), batch.targets.data(),
+                              1.0f / static_cast<float>(o.total_batch_tokens), B, T, [&](size_t begin, size_t end) {
+                                if (last) comm.reduce_scatter(model.grads(), begin, end, cut);
+                              });
     }
-    loss /= static_cast<double>(o.total_batch_tokens);
-    const double norm = global_norm(model.grads(), model.table.blocks, device);
-    const double lr = learning_rate(o, step, o.steps);
+    if (!o.zero) comm.all_gather(model.grads(), cut.elements);
+    comm.wait();
+    global_norm(
+        grad_norm.data(), model.grads(), model.blocks, part,
+        [&](double* partial) {
+          if (o.zero) comm.all_gather(partial, cut.blocks);
+          comm.wait();
+        },
+        device);
 
-    // A gradient that is not finite updates nothing: no state changes, and the bias correction does not count it.
-    const bool finite = std::isfinite(norm), with_quality = finite && o.edq_every && (step + 1) % o.edq_every == 0;
-    const double optimizer_start = now();
-    QualitySums quality;
-    if (finite) {
+    // Everything is issued before anything is read back, so that a GPU never waits for the host within a step.
+    // Clipping, and skipping a gradient that is not finite, are decided on the device from the norm. A skipped step
+    // changes no state, and the bias correction does not count it.
+    const double lr = learning_rate(o, step, o.steps);
+    const bool with_quality = o.edq_every && (step + 1) % o.edq_every == 0;
+    const AdamWScalars k = adamw_scalars(lr, o.beta1, o.beta2, o.eps, o.weight_decay, o.grad_clip, 0, updates + 1);
+    optimizer_watch.start();
+    optimizer->update(model.params(), model.grads(), k, o.grad_clip, grad_norm.data(), with_quality, device);
+    optimizer_watch.stop();
+    if (o.zero) {
+      comm.all_gather(model.params(), cut.elements);
+      if (with_quality) comm.all_gather(optimizer->block_sums(), cut.blocks);
+      comm.wait();
+    }
+    const double loss = sum_of_losses(model, comm, shares(step_micro_batches, comm.ranks())) /
+                        static_cast<double>(o.total_batch_tokens);
+    double norm = 0;
+    device.download(&norm, grad_norm.data(), 1);
+    const QualitySums quality = with_quality ? optimizer->quality(device) : QualitySums();
+    const bool finite = std::isfinite(norm);
+    if (finite)
       updates++;
-      const AdamWScalars k = adamw_scalars(lr, o.beta1, o.beta2, o.eps, o.weight_decay, o.grad_clip, norm, updates);
-      quality = optimizer->update(model.params(), model.grads(), model.table.blocks, k, with_quality, device);
-    } else {
+    else
       printf("step %lld: the gradient is not finite (loss %g): update skipped\n", static_cast<long long>(step + 1),
              loss);
-    }
-    const double end = now(), seconds = end - step_start;
+    const double seconds = now() - step_start;
 
     Record r;
     r.add("step", step + 1).add("loss", loss).add("lr", lr).add("grad_norm", norm);
     r.add("tokens", (step + 1) * o.total_batch_tokens)
         .add("tokens_per_s", static_cast<double>(o.total_batch_tokens) / seconds);
-    r.add("step_ms", seconds * 1e3)
-        .add("optimizer_ms", (end - optimizer_start) * 1e3)
-        .add("mfu", step_flops / seconds / peak);
+    r.add("step_ms", seconds * 1e3).add("optimizer_ms", optimizer_watch.ms());
+    if (peak > 0) r.add("mfu", step_flops / seconds / peak);
     if (!finite) r.add("skipped", true);
-    if (with_quality) {
+    if (with_quality && finite) {
       r.add_if_computed("edq", quality.edq()).add_if_computed("edq_hi", quality.edq_hi());
       r.add("update_norm", quality.update_norm()).add("effective_norm", quality.effective_norm());
       r.add("effective_norm_hi", quality.effective_norm_hi()).add("lost_frac", quality.lost_frac());
       r.add("lost_frac_hi", quality.lost_frac_hi()).add("stale_v_frac", quality.stale_v_frac());
     }
-    StepLine line{step + 1,     o.steps,       loss,
-                  lr,           norm,          static_cast<double>(o.total_batch_tokens) / seconds,
-                  with_quality, quality.edq(), quality.lost_frac()};
+    StepLine line{step + 1,
+                  o.steps,
+                  loss,
+                  lr,
+                  norm,
+                  static_cast<double>(o.total_batch_tokens) / seconds,
+                  with_quality && finite,
+                  quality.edq(),
+                  quality.lost_frac()};
     terminal.step(line);
     const auto due = [&](int64_t every) { return every && ((step + 1) % every == 0 || step + 1 == o.steps); };
     if (data.val && due(o.val_every)) {
-      const double val_loss = validate(model, *data.val, o);
+      const double val_loss = validate(model, *data.val, o, comm);
       terminal.val(step + 1, o.steps, val_loss);
       r.add("val_loss", val_loss);
     }
-    if (due(o.sample_every)) print_sample(step + 1);
+    if (due(o.sample_every) && comm.rank() == 0) print_sample(step + 1);
     metrics.write(r);
     fflush(stdout);
   }
 }
 
-void run(int argc, char** argv) {
+void run(int argc, char** argv, Comm& comm) {
+  comm.join();
   Options o = parse_options(argc, argv);
   if (o.help) return void(printf("%s", help_text().c_str()));
   if (o.version) return void(printf("train_gpt %s\n", version()));
-  if (o.device == "cuda") USAGE_ERROR("--device: cuda, but this build has no GPU support; use --device=cpu");
-  if (o.model.empty()) o.model = "d6";
+  std::string why_no_gpu;
+  const int gpus = o.device == "cpu" ? 0 : Device::gpus(why_no_gpu);
+  if (o.device == "cuda" && !gpus) RUN_ERROR("--device=cuda: %s; --device=cpu trains without", why_no_gpu.c_str());
+  const bool cuda = gpus > 0;
+  if (o.model.empty()) o.model = cuda ? "d12" : "d6";
   o.seq_len = model_config(o, 0).max_T;
+  comm.require_same("flags", strf("%s %s", version(), to_json(flag_values(o)).c_str()));
   Data data = open_data(o);
   const ModelConfig config = model_config(o, static_cast<int>((data.train ? *data.train : *data.val).vocab_size()));
   if (data.train) data.train->set_vocab_size(config.V);
   if (data.val) data.val->set_vocab_size(config.V);
-  Device device(o.threads);
+  for (const auto* set : {&data.train, &data.val})
+    if (*set) comm.require_same("data", strf("%s, vocabulary %d", describe(**set).c_str(), config.V));
+  Device device(cuda ? DeviceKind::cuda : DeviceKind::cpu, cuda ? comm.local_rank() % gpus : 0,
+                comm.threads(o.threads));
   with_strategy(o.precision, [&]<class S>() {
-    train<typename S::Theta>(o, config, data, command_line(argc, argv), bytes_per_parameter<S>(), S::meaning, device);
+    train<typename S::Theta>(o, config, data, command_line(argc, argv), bytes_per_parameter<S>(), S::meaning,
+                             why_no_gpu, device, comm);
   });
+  comm.leave();
 }
 
 #ifndef TRAIN_GPT_NO_MAIN  // tests and benchmarks include this file
 int main(int argc, char** argv) {
   setvbuf(stdout, nullptr, _IOLBF, 0);
+  Comm comm;
   try {
-    run(argc, argv);
+    run(argc, argv, comm);
     return 0;
   } catch (const UsageError& e) {
-    fprintf(stderr, "train_gpt: error: %s\n", e.what());
-    return 2;
+    return comm.fail(2, e.what());
   } catch (const std::exception& e) {
-    fprintf(stderr, "train_gpt: error: %s\n", e.what());
-    return 1;
+    return comm.fail(1, e.what());
   }
 }
 #endif

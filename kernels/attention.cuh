@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "kernels/attention_backward.cuh"
+#include "kernels/attention_forward.cuh"
 #include "kernels/device.h"
 #include "kernels/vector_math.h"
 #include "mcf/bf16.h"
@@ -34,8 +36,7 @@ inline void attention_transpose_cpu(float* to, int ldt, const float* from, int l
 
 // out (B,T,C), lse (B,NH,T) from qkv (B,T,3C)
 template <class floatX>
-void attention_forward(floatX* out, float* lse, const floatX* qkv, int B, int T, int C, int NH, Device& device) {
-  Scope scope("attention_forward", device);
+void attention_forward_cpu(floatX* out, float* lse, const floatX* qkv, int B, int T, int C, int NH, Device& device) {
   const int d = C / NH, ldd = round_up(d, tile_columns), ldt = round_up(T, tile_columns);
   const size_t stride = size_t{3} * C;
   const float scale = 1.0f / std::sqrt(static_cast<float>(d));
@@ -81,9 +82,8 @@ void attention_forward(floatX* out, float* lse, const floatX* qkv, int B, int T,
 // dqkv (B,T,3C) from dout (B,T,C) and what forward saw and made.
 // With D = rowsum(dO * O):  dP = dO V^T,  dS = P * (dP - D),  dQ = dS K / sqrt(d),  dK = dS^T Q / sqrt(d),  dV = P^T dO
 template <class floatX>
-void attention_backward(floatX* dqkv, const floatX* dout, const floatX* out, const float* lse, const floatX* qkv, int B,
-                        int T, int C, int NH, Device& device) {
-  Scope scope("attention_backward", device);
+void attention_backward_cpu(floatX* dqkv, const floatX* dout, const floatX* out, const float* lse, const floatX* qkv,
+                            int B, int T, int C, int NH, Device& device) {
   const int d = C / NH, ldd = round_up(d, tile_columns), ldt = round_up(T, tile_columns);
   const int tile = attention_query_tile, ldq = round_up(tile, tile_columns);
   const size_t stride = size_t{3} * C, matrix = static_cast<size_t>(T) * ldd,
@@ -145,4 +145,21 @@ void attention_backward(floatX* dqkv, const floatX* dout, const floatX* out, con
         store(dq[t * stride + 2 * C + i], dV[static_cast<size_t>(t) * ldd + i]);
       }
   }
+}
+
+template <class floatX>
+void attention_forward(floatX* out, float* lse, const floatX* qkv, int B, int T, int C, int NH, Device& device) {
+  Scope scope("attention_forward", device);
+  if (device.is_cuda()) return attention_forward_cuda(out, lse, qkv, B, T, C, NH, device.stream());
+  attention_forward_cpu(out, lse, qkv, B, T, C, NH, device);
+}
+template <class floatX>
+void attention_backward(floatX* dqkv, const floatX* dout, const floatX* out, const float* lse, const floatX* qkv, int B,
+                        int T, int C, int NH, Device& device) {
+  Scope scope("attention_backward", device);
+  if (device.is_cuda()) {
+    float* D = device.scratch<float>(0, static_cast<size_t>(B) * NH * T);
+    return attention_backward_cuda(dqkv, dout, out, lse, D, qkv, B, T, C, NH, device.stream());
+  }
+  attention_backward_cpu(dqkv, dout, out, lse, qkv, B, T, C, NH, device);
 }

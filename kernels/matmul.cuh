@@ -2,8 +2,9 @@
 #pragma once
 #include <algorithm>
 
+#include "kernels/column_sums.cuh"
 #include "kernels/device.h"
-#include "mcf/bf16.h"
+#include "runtime/cublaslt_product.h"
 #include "runtime/product.h"
 
 // out (M,N), row stride N, = a (M,K) b (K,N) + bias (N), or out += a b. Sums in fp32, rounded once to the type of out.
@@ -39,18 +40,24 @@ void matmul_cpu(Out* out, const Matrix<floatX>& a, const Matrix<floatX>& b, cons
   }
 }
 
+template <class Out, class floatX>
+void matmul(Out* out, const Matrix<floatX>& a, const Matrix<floatX>& b, const floatX* bias, int M, int N, int K,
+            bool accumulate, Device& device) {
+  if (device.is_cuda()) return cublaslt_product(out, a, b, bias, M, N, K, accumulate, device);
+  matmul_cpu(out, a, b, bias, M, N, K, accumulate, device);
+}
+
 // out (B,T,OC) = inp (B,T,C) weight^T + bias; weight (OC,C), bias (OC) or null
 template <class floatX>
 void matmul_forward(floatX* out, const floatX* inp, const floatX* weight, const floatX* bias, int B, int T, int C,
                     int OC, Device& device) {
   Scope scope("matmul_forward", device);
-  matmul_cpu(out, Matrix<floatX>{inp, C, 1}, Matrix<floatX>{weight, 1, C}, bias, B * T, OC, C, false, device);
+  matmul(out, Matrix<floatX>{inp, C, 1}, Matrix<floatX>{weight, 1, C}, bias, B * T, OC, C, false, device);
 }
 
 // dbias (OC) += dout (rows,OC) summed over rows, in order, whatever the number of threads
 template <class floatX>
-void bias_backward(floatX* dbias, const floatX* dout, int rows, int OC, Device& device) {
-  Scope scope("bias_backward", device);
+void bias_backward_cpu(floatX* dbias, const floatX* dout, int rows, int OC) {
   constexpr int strip = 64;
 #pragma omp parallel for
   for (int c0 = 0; c0 < OC; c0 += strip) {
@@ -66,6 +73,16 @@ void bias_backward(floatX* dbias, const floatX* dout, int rows, int OC, Device& 
   }
 }
 
+template <class floatX>
+void bias_backward(floatX* dbias, const floatX* dout, int rows, int OC, Device& device) {
+  Scope scope("bias_backward", device);
+  if (device.is_cuda()) {
+    float* scratch = device.scratch<float>(0, bias_backward_scratch(rows, OC));
+    return bias_backward_cuda(dbias, dout, scratch, rows, OC, device.stream());
+  }
+  bias_backward_cpu(dbias, dout, rows, OC);
+}
+
 // dinp (B,T,C) = dout (B,T,OC) weight; dweight (OC,C) += dout^T inp; dbias (OC) += sum of dout, where not null.
 // DWeight is floatX, or float where the sum goes on elsewhere (the tied embedding).
 template <class floatX, class DWeight>
@@ -74,6 +91,6 @@ void matmul_backward(floatX* dinp, DWeight* dweight, floatX* dbias, const floatX
   if (dbias) bias_backward(dbias, dout, B * T, OC, device);
   Scope scope("matmul_backward", device);
   const Matrix<floatX> no_bias{}, d{dout, OC, 1};
-  matmul_cpu(dinp, d, Matrix<floatX>{weight, C, 1}, no_bias.data, B * T, C, OC, false, device);
-  matmul_cpu(dweight, d.transposed(), Matrix<floatX>{inp, C, 1}, no_bias.data, OC, C, B * T, true, device);
+  matmul(dinp, d, Matrix<floatX>{weight, C, 1}, no_bias.data, B * T, C, OC, false, device);
+  matmul(dweight, d.transposed(), Matrix<floatX>{inp, C, 1}, no_bias.data, OC, C, B * T, true, device);
 }

@@ -3,37 +3,53 @@
 // One pass: read the gradient, weight and states, update, write weight and states, and gather the quality sums on the
 // way.
 #pragma once
+#include <cmath>
+#include <memory>
 #include <string>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
-#include "kernels/blocks.h"
 #include "kernels/device.h"
+#include "mcf/adamw_kernel.cuh"
 #include "mcf/quality.cuh"
 #include "mcf/strategies.h"
 
-// The optimizer is a value apart from the model: it owns a strategy's states and reads the gradient buffer.
-// floatX: the element type of weights and gradients.
+// The optimizer is a value apart from the model: it owns a strategy's states, for all blocks of the parameters or for
+// this rank's part, and reads the gradient buffer. floatX: the element type of weights and gradients.
 template <class floatX>
 class Optimizer {
  public:
   struct State {
     const char* name;
     size_t element_bytes;
-    void* data;  // as many elements as the flat parameter buffer
+    void* data;  // as many elements as the part, on the device
   };
   virtual ~Optimizer() = default;
 
-  // Updates params (and the states) with the gradients. k.lw applies to the blocks that decay. Sums of quality where
-  // asked for, else zeros.
-  virtual QualitySums update(floatX* params, const floatX* grads, const std::vector<Block>& blocks,
-                             const AdamWScalars& k, bool with_quality, Device& device) = 0;
+  // Updates its part of params (and the states) with the gradients; both are whole flat buffers. k: the step's scalars;
+  // k.lw applies to the blocks that decay, k.clip comes from norm (1), on the device: clipped where grad_clip > 0 and
+  // *norm > grad_clip, and nothing at all changes where *norm is not finite.
+  virtual void update(floatX* params, const floatX* grads, const AdamWScalars& k, double grad_clip, const double* norm,
+                      bool with_quality, Device& device) = 0;
+
+  // What the last update did to each block of its part, where it was asked for: (blocks), on the device. Other ranks
+  // put theirs beside it.
+  QualitySums* block_sums() const { return block_sums_.data(); }
+  // Their sum in the order of the blocks. Waits for the device.
+  QualitySums quality(Device& device) const {
+    std::vector<QualitySums> blocks(block_sums_.size());
+    device.download(blocks.data(), block_sums_.data(), blocks.size());
+    QualitySums sums;
+    for (const auto& block : blocks) sums += block;
+    return sums;
+  }
 
   const std::vector<State>& states() const { return states_; }
 
  protected:
   std::vector<State> states_;
+  Buffer<QualitySums> block_sums_;
 };
 
 // One element; gives the intended update. Not written inside the simd loop, since g++ 12 keeps a loop scalar that
@@ -84,62 +100,85 @@ class AdamW<S, std::tuple<T...>> final : public Optimizer<typename S::Theta> {
   using floatX = typename S::Theta;
 
  public:
-  // n: elements of the flat parameter buffer. params: the initial weights, which a master copy starts from.
-  AdamW(const floatX* params, size_t n, Device& device) : arrays_{Buffer<T>(device, Memory::states, n)...} {
+  // part: the blocks that this optimizer owns and has states for. params: the initial weights, the whole flat buffer,
+  // which a master copy starts from.
+  AdamW(const floatX* params, const BlockList& blocks, const Part& part, Device& device)
+      : blocks_(blocks),
+        part_(part),
+        arrays_{Buffer<T>(device, Memory::states, part.n())...},
+        step_(device, Memory::workspace, 1) {
+    this->block_sums_ = Buffer<QualitySums>(device, Memory::workspace, blocks.host.size());
+    part_.last_block = std::min(part.last_block, blocks.host.size());
     int index = 0;
-    std::apply([&](auto&... array) { (add_state(index++, array, params), ...); }, arrays_);
+    std::apply([&](auto&... array) { (add_state(index++, array, params, device), ...); }, arrays_);
   }
 
-  QualitySums update(floatX* params, const floatX* grads, const std::vector<Block>& blocks, const AdamWScalars& k,
-                     bool with_quality, Device& device) override {
+  void update(floatX* params, const floatX* grads, const AdamWScalars& k, double grad_clip, const double* norm,
+              bool with_quality, Device& device) override {
     Scope scope("adamw", device);
-    return with_quality ? update_blocks<true>(params, grads, blocks, k)
-                        : update_blocks<false>(params, grads, blocks, k);
+    if (device.is_cuda()) {
+      const AdamWStep step{k, 0};
+      device.upload(step_.data(), &step, 1);
+      clip_and_skip_cuda(step_, norm, grad_clip, device.stream());
+      std::apply(
+          [&](auto&... array) {
+            adamw_cuda<S>(params, grads, blocks_.device + part_.first_block, part_.last_block - part_.first_block,
+                          step_.data(), with_quality ? this->block_sums() + part_.first_block : nullptr, part_.begin,
+                          device.stream(), array.data()...);
+          },
+          arrays_);
+    } else if (std::isfinite(*norm)) {
+      AdamWScalars clipped = k;
+      clipped.clip = clip_factor(grad_clip, *norm);
+      with_quality ? update_cpu<true>(params, grads, clipped) : update_cpu<false>(params, grads, clipped);
+    }
   }
 
  private:
   template <class E>
-  void add_state(int index, Buffer<E>& array, const floatX* params) {
+  void add_state(int index, Buffer<E>& array, const floatX* params, Device& device) {
     const char* name = S::state_names[static_cast<size_t>(index)];
     this->states_.push_back({name, sizeof(E), array.data()});
-    if (starts_as_theta(name))
-      for (size_t i = 0; i < array.size(); i++) store(array[i], to_float(params[i]));
+    if (!starts_as_theta(name)) return;
+    std::vector<floatX> theta(array.size());
+    std::vector<E> state(array.size());
+    device.download(theta.data(), params + part_.begin, theta.size());
+    for (size_t i = 0; i < state.size(); i++) store(state[i], to_float(theta[i]));
+    device.upload(array.data(), state.data(), state.size());
   }
 
   template <bool with_quality>
-  QualitySums update_blocks(floatX* params, const floatX* grads, const std::vector<Block>& blocks,
-                            const AdamWScalars& k) {
-    partial_.resize(blocks.size());
+  void update_cpu(floatX* params, const floatX* grads, const AdamWScalars& k) {
     AdamWScalars no_decay = k;
     no_decay.lw = 0;
 #pragma omp parallel for schedule(static)
-    for (size_t b = 0; b < blocks.size(); b++) {
-      const Block& block = blocks[b];
+    for (size_t b = part_.first_block; b < part_.last_block; b++) {
+      const Block& block = blocks_.host[b];
       std::apply(
           [&](auto&... array) {
-            partial_[b] =
+            const QualitySums sums =
                 adamw_block_cpu<S, with_quality>(block.decay ? k : no_decay, grads + block.begin, params + block.begin,
-                                                 block.n, array.data() + block.begin...);
+                                                 block.n, array.data() + (block.begin - part_.begin)...);
+            if constexpr (with_quality) this->block_sums()[b] = sums;
           },
           arrays_);
     }
-    QualitySums sums;
-    if (with_quality)
-      for (const auto& p : partial_) sums += p;
-    return sums;
   }
 
+  const BlockList& blocks_;
+  Part part_;
   std::tuple<Buffer<T>...> arrays_;
-  std::vector<QualitySums> partial_;  // one a block
+  Buffer<AdamWStep> step_;  // what a GPU reads
 };
 
 // The optimizer of that name whose weights are floatX; null where there is none.
 template <class floatX>
-std::unique_ptr<Optimizer<floatX>> make_optimizer(const std::string& precision, const floatX* params, size_t n,
-                                                  Device& device) {
+std::unique_ptr<Optimizer<floatX>> make_optimizer(const std::string& precision, const floatX* params,
+                                                  const BlockList& blocks, const Part& part, Device& device) {
   std::unique_ptr<Optimizer<floatX>> optimizer;
   with_strategy(precision, [&]<class S>() {
-    if constexpr (std::is_same_v<typename S::Theta, floatX>) optimizer = std::make_unique<AdamW<S>>(params, n, device);
+    if constexpr (std::is_same_v<typename S::Theta, floatX>)
+      optimizer = std::make_unique<AdamW<S>>(params, blocks, part, device);
   });
   return optimizer;
 }

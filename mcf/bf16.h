@@ -7,36 +7,40 @@
 //
 // A struct around uint16_t and not the compiler's own __bf16, which may keep excess precision across an expression.
 #pragma once
-#include <bit>
 #include <cstdint>
+
+#include "kernels/portable.cuh"
 
 struct bf16 {
   uint16_t bits;
 };
 
 // Rounds x to the bf16 grid: to nearest, ties to even, subnormals kept, beyond the largest to infinity, NaN to NaN.
-// Integer arithmetic on purpose: AVX512's VCVTNEPS2BF16 flushes subnormals, and this vectorises everywhere.
-inline float rn(float x) {
-  const uint32_t u = std::bit_cast<uint32_t>(x);
+// On the CPU integer arithmetic on purpose: AVX512's VCVTNEPS2BF16 flushes subnormals, and this vectorises everywhere.
+// On a GPU one instruction, since the bf16 pair (x, 0) in one register is the rounded float itself.
+__host__ __device__ inline float rn(float x) {
+  if constexpr (device_side) return bits_float(pack_bf16(0.0f, x));
+  const uint32_t u = float_bits(x);
   const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) & 0xffff0000u;
   const uint32_t nan = (u | 0x00400000u) & 0xffff0000u;  // quiet, and still a NaN when its low bits are cut
-  return std::bit_cast<float>((u & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
+  return bits_float((u & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
 }
 
 // As rn(), for any x but a NaN with one of its low 16 bits set (0x7fffffff would become -0). Arithmetic on the CPU
 // never makes such a NaN from operands that lie on the bf16 grid: x86, Arm and RISC-V either pass an operand's payload
 // on or give the default NaN, whose low bits are 0. So the optimizer's long chains of rounded operations need no NaN
-// test.
-inline float rn_grid(float x) {
-  const uint32_t u = std::bit_cast<uint32_t>(x);
-  return std::bit_cast<float>((u + 0x7fffu + ((u >> 16) & 1u)) & 0xffff0000u);
+// test. A GPU's NaN is 0x7fffffff; its instruction needs no test anyway.
+__host__ __device__ inline float rn_grid(float x) {
+  if constexpr (device_side) return rn(x);
+  const uint32_t u = float_bits(x);
+  return bits_float((u + 0x7fffu + ((u >> 16) & 1u)) & 0xffff0000u);
 }
 
 // Between storage and arithmetic, for the element types that kernels are templates on.
-inline float to_float(float x) { return x; }
-inline float to_float(bf16 x) { return std::bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
-inline void store(float& to, float x) { to = x; }
-inline void store(bf16& to, float x) { to.bits = static_cast<uint16_t>(std::bit_cast<uint32_t>(rn(x)) >> 16); }
+__host__ __device__ inline float to_float(float x) { return x; }
+__host__ __device__ inline float to_float(bf16 x) { return bf16_bits_to_float(x.bits); }
+__host__ __device__ inline void store(float& to, float x) { to = x; }
+__host__ __device__ inline void store(bf16& to, float x) { to.bits = static_cast<uint16_t>(float_bits(rn(x)) >> 16); }
 // As store(), for an x that lies on the grid of the type already: cuts, does not round.
-inline void store_grid(float& to, float x) { to = x; }
-inline void store_grid(bf16& to, float x) { to.bits = static_cast<uint16_t>(std::bit_cast<uint32_t>(x) >> 16); }
+__host__ __device__ inline void store_grid(float& to, float x) { to = x; }
+__host__ __device__ inline void store_grid(bf16& to, float x) { to.bits = static_cast<uint16_t>(float_bits(x) >> 16); }

@@ -31,8 +31,13 @@ struct AdamWScalars {
   float clip;                // scales the gradient, <= 1
 };
 
-// t: updates done, this one included (1 at the first). norm: the gradient norm of the whole model; clips where
-// grad_clip > 0 and norm > grad_clip.
+// What the gradient is scaled by: 1 unless grad_clip > 0 and the norm of the whole model's gradient is larger.
+__host__ __device__ inline float clip_factor(double grad_clip, double norm) {
+  return grad_clip > 0 && norm > grad_clip ? static_cast<float>(grad_clip / norm) : 1.0f;
+}
+
+// t: updates done, this one included (1 at the first). norm: the gradient norm of the whole model, or 0 where clipping
+// is decided later, on the device.
 inline AdamWScalars adamw_scalars(double lr, double beta1, double beta2, double eps, double weight_decay,
                                   double grad_clip, double norm, int64_t t) {
   AdamWScalars k;
@@ -46,7 +51,7 @@ inline AdamWScalars adamw_scalars(double lr, double beta1, double beta2, double 
   k.a1 = static_cast<float>(lr / (1.0 - std::pow(beta1, static_cast<double>(t))));
   k.r2 = static_cast<float>(1.0 / std::sqrt(1.0 - std::pow(beta2, static_cast<double>(t))));
   k.lw = static_cast<float>(lr * weight_decay);
-  k.clip = grad_clip > 0 && norm > grad_clip ? static_cast<float>(grad_clip / norm) : 1.0f;
+  k.clip = clip_factor(grad_clip, norm);
   return k;
 }
 
@@ -54,14 +59,15 @@ inline AdamWScalars adamw_scalars(double lr, double beta1, double beta2, double 
 // Strict mode: every operation of the paper's algorithm rounds to bf16.
 
 namespace strict {
-inline float clipped(const AdamWScalars& k, float g) { return rn_grid(mul_rn(k.clip, g)); }  // g itself where clip is 1
-inline void first_moment(const AdamWScalars& k, float g, float& m) {
+// g itself where clip is 1.
+__host__ __device__ inline float clipped(const AdamWScalars& k, float g) { return rn_grid(mul_rn(k.clip, g)); }
+__host__ __device__ inline void first_moment(const AdamWScalars& k, float g, float& m) {
   m = rn_grid(add_rn(rn_grid(mul_rn(k.beta1, m)), mul_rn(k.one_minus_beta1, g)));
 }
-inline void second_moment(const AdamWScalars& k, float g, float& v) {
+__host__ __device__ inline void second_moment(const AdamWScalars& k, float g, float& v) {
   v = rn_grid(add_rn(rn_grid(mul_rn(k.beta2, v)), mul_rn(k.one_minus_beta2, mul_rn(g, g))));
 }
-inline float intended_update(const AdamWScalars& k, float theta, float m, float v) {
+__host__ __device__ inline float intended_update(const AdamWScalars& k, float theta, float m, float v) {
   const float d = rn_grid(add_rn(rn_grid(mul_rn(rn_grid(sqrt_rn(v)), k.r2)), k.eps));
   return rn_grid(sub_rn(-rn_grid(div_rn(rn_grid(mul_rn(k.a1, m)), d)), rn_grid(mul_rn(k.lw, theta))));
 }
@@ -76,14 +82,14 @@ struct Bf16 {
   using States = std::tuple<bf16, bf16>;
   static constexpr std::array state_names = {"m", "v"};
   static constexpr int second_moment = 1;
-  static void update(const AdamWScalars& k, float g, float& u, float& theta, float& m, float& v) {
+  __host__ __device__ static void update(const AdamWScalars& k, float g, float& u, float& theta, float& m, float& v) {
     g = strict::clipped(k, g);
     strict::first_moment(k, g, m);
     strict::second_moment(k, g, v);
     u = strict::intended_update(k, theta, m, v);
     theta = rn_grid(add_rn(theta, u));
   }
-  static double value(float theta, float) { return theta; }
+  __host__ __device__ static double value(float theta, float) { return theta; }
 };
 
 // B, Collage-light: the weight is a pair, grown by u. Keeps updates down to 2^-17 of the weight. v is plain bf16 and
@@ -95,14 +101,15 @@ struct CollageLight {
   using States = std::tuple<bf16, bf16, bf16>;
   static constexpr std::array state_names = {"theta.lo", "m", "v"};
   static constexpr int second_moment = 2;
-  static void update(const AdamWScalars& k, float g, float& u, float& theta, float& theta_lo, float& m, float& v) {
+  __host__ __device__ static void update(const AdamWScalars& k, float g, float& u, float& theta, float& theta_lo,
+                                         float& m, float& v) {
     g = strict::clipped(k, g);
     strict::first_moment(k, g, m);
     strict::second_moment(k, g, v);
     u = strict::intended_update(k, theta, m, v);
     mcf::grow(theta, theta_lo, u);
   }
-  static double value(float theta, float theta_lo) { return static_cast<double>(theta) + theta_lo; }
+  __host__ __device__ static double value(float theta, float theta_lo) { return static_cast<double>(theta) + theta_lo; }
 };
 
 // C, Collage-plus: as light, and v is a pair multiplied by beta2 as a pair. Tracks the second moment at every beta2.
@@ -113,8 +120,8 @@ struct CollagePlus {
   using States = std::tuple<bf16, bf16, bf16, bf16>;
   static constexpr std::array state_names = {"theta.lo", "m", "v", "v.lo"};
   static constexpr int second_moment = 2;
-  static void update(const AdamWScalars& k, float g, float& u, float& theta, float& theta_lo, float& m, float& v,
-                     float& v_lo) {
+  __host__ __device__ static void update(const AdamWScalars& k, float g, float& u, float& theta, float& theta_lo,
+                                         float& m, float& v, float& v_lo) {
     g = strict::clipped(k, g);
     strict::first_moment(k, g, m);
     mcf::mul(v, v_lo, k.beta2_hi, k.beta2_lo);
@@ -122,13 +129,14 @@ struct CollagePlus {
     u = strict::intended_update(k, theta, m, v);
     mcf::grow(theta, theta_lo, u);
   }
-  static double value(float theta, float theta_lo) { return static_cast<double>(theta) + theta_lo; }
+  __host__ __device__ static double value(float theta, float theta_lo) { return static_cast<double>(theta) + theta_lo; }
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Register form: fp32 arithmetic without intermediate rounding; what differs is how the results are stored.
 
-inline void register_update(const AdamWScalars& k, float g, float& u, float& w, float& m, float& v) {
+__host__ __device__ inline void register_update(const AdamWScalars& k, float g, float& u, float& w, float& m,
+                                                float& v) {
   g = mul_rn(k.clip, g);
   m = add_rn(mul_rn(k.beta1, m), mul_rn(k.one_minus_beta1, g));
   v = add_rn(mul_rn(k.beta2, v), mul_rn(k.one_minus_beta2, mul_rn(g, g)));
@@ -144,11 +152,12 @@ struct Fp32Master {
   using States = std::tuple<float, float, float>;
   static constexpr std::array state_names = {"master", "m", "v"};
   static constexpr int second_moment = 2;
-  static void update(const AdamWScalars& k, float g, float& u, float& theta, float& master, float& m, float& v) {
+  __host__ __device__ static void update(const AdamWScalars& k, float g, float& u, float& theta, float& master,
+                                         float& m, float& v) {
     register_update(k, g, u, master, m, v);
     theta = rn(master);
   }
-  static double value(float, float master) { return master; }
+  __host__ __device__ static double value(float, float master) { return master; }
 };
 
 // The reference: fp32 weights, gradients and states.
@@ -159,10 +168,10 @@ struct Fp32 {
   using States = std::tuple<float, float>;
   static constexpr std::array state_names = {"m", "v"};
   static constexpr int second_moment = 1;
-  static void update(const AdamWScalars& k, float g, float& u, float& theta, float& m, float& v) {
+  __host__ __device__ static void update(const AdamWScalars& k, float g, float& u, float& theta, float& m, float& v) {
     register_update(k, g, u, theta, m, v);
   }
-  static double value(float theta, float) { return theta; }
+  __host__ __device__ static double value(float theta, float) { return theta; }
 };
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -10,8 +10,12 @@
 #include <stdexcept>
 #include <string>
 
-struct UsageError : std::runtime_error { using std::runtime_error::runtime_error; };
-struct RunError : std::runtime_error { using std::runtime_error::runtime_error; };
+struct UsageError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+struct RunError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
 
 // printf into a std::string.
 [[gnu::format(printf, 1, 2)]] inline std::string strf(const char* format, ...) {
@@ -29,10 +33,10 @@ struct RunError : std::runtime_error { using std::runtime_error::runtime_error; 
 #define RUN_ERROR(...) throw RunError(strf(__VA_ARGS__))
 #define USAGE_ERROR(...) throw UsageError(strf(__VA_ARGS__))
 
-#define CHECK(condition, ...)                                                                             \
-  do {                                                                                                    \
-    if (!(condition)) {                                                                                   \
+#define CHECK(condition, ...)                                                                                      \
+  do {                                                                                                             \
+    if (!(condition)) {                                                                                            \
       fprintf(stderr, "%s:%d: CHECK(%s) failed: %s\n", __FILE__, __LINE__, #condition, strf(__VA_ARGS__).c_str()); \
-      abort();                                                                                            \
-    }                                                                                                     \
+      abort();                                                                                                     \
+    }                                                                                                              \
   } while (0)

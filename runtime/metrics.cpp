@@ -23,10 +23,14 @@ namespace {
 nlohmann::ordered_json json_of(const Record& record) {
   nlohmann::ordered_json object = nlohmann::ordered_json::object();
   for (const auto& [key, value] : record.fields) {
-    std::visit([&](const auto& v) {
-      if constexpr (std::is_same_v<std::decay_t<decltype(v)>, Record>) object[key] = json_of(v);
-      else object[key] = v;
-    }, value);
+    std::visit(
+        [&](const auto& v) {
+          if constexpr (std::is_same_v<std::decay_t<decltype(v)>, Record>)
+            object[key] = json_of(v);
+          else
+            object[key] = v;
+        },
+        value);
   }
   return object;
 }

@@ -14,27 +14,13 @@ struct Shape {
 };
 
 constexpr Shape shapes[] = {
-    {"d6", 6, 384, 6, 1024},
-    {"d12", 12, 768, 12, 1024},
-    {"d24", 24, 1024, 16, 1024},
-    {"d36", 36, 1280, 20, 1024},
-    {"d48", 48, 1600, 25, 1024},
-    {"d60", 60, 1920, 30, 1024},
-    {"d72", 72, 2880, 30, 1024},
-    {"d84", 84, 3456, 36, 1024},
-    {"gpt2:124M", 12, 768, 12, 1024},
-    {"gpt2:350M", 24, 1024, 16, 1024},
-    {"gpt2:774M", 36, 1280, 20, 1024},
-    {"gpt2:1558M", 48, 1600, 25, 1024},
-    {"gpt3:125M", 12, 768, 12, 2048},
-    {"gpt3:350M", 24, 1024, 16, 2048},
-    {"gpt3:760M", 24, 1536, 16, 2048},
-    {"gpt3:1.3B", 24, 2048, 16, 2048},
-    {"gpt3:2.7B", 32, 2560, 32, 2048},
-    {"gpt3:6.7B", 32, 4096, 32, 2048},
-    {"gpt3:13B", 40, 5120, 40, 2048},
-    {"gpt3:30B", 48, 7168, 56, 2048},
-    {"gpt3:175B", 96, 12288, 96, 2048},
+    {"d6", 6, 384, 6, 1024},           {"d12", 12, 768, 12, 1024},        {"d24", 24, 1024, 16, 1024},
+    {"d36", 36, 1280, 20, 1024},       {"d48", 48, 1600, 25, 1024},       {"d60", 60, 1920, 30, 1024},
+    {"d72", 72, 2880, 30, 1024},       {"d84", 84, 3456, 36, 1024},       {"gpt2:124M", 12, 768, 12, 1024},
+    {"gpt2:350M", 24, 1024, 16, 1024}, {"gpt2:774M", 36, 1280, 20, 1024}, {"gpt2:1558M", 48, 1600, 25, 1024},
+    {"gpt3:125M", 12, 768, 12, 2048},  {"gpt3:350M", 24, 1024, 16, 2048}, {"gpt3:760M", 24, 1536, 16, 2048},
+    {"gpt3:1.3B", 24, 2048, 16, 2048}, {"gpt3:2.7B", 32, 2560, 32, 2048}, {"gpt3:6.7B", 32, 4096, 32, 2048},
+    {"gpt3:13B", 40, 5120, 40, 2048},  {"gpt3:30B", 48, 7168, 56, 2048},  {"gpt3:175B", 96, 12288, 96, 2048},
 };
 
 constexpr int gpt2_vocab = 50257;
@@ -44,9 +30,10 @@ Shape find_shape(const std::string& name) {
     if (name == shape.name) return shape;
   }
   if (name.find('/') != std::string::npos || name.ends_with(".bin") || name.ends_with(".safetensors")) {
-    USAGE_ERROR("--model: found %s, expected a descriptor such as d12; loading models from files is not in this "
-                "version",
-                in_quotes(name).c_str());
+    USAGE_ERROR(
+        "--model: found %s, expected a descriptor such as d12; loading models from files is not in this "
+        "version",
+        in_quotes(name).c_str());
   }
   std::string known;
   for (const Shape& shape : shapes) {
@@ -77,8 +64,10 @@ ModelConfig model_config(const Options& options, int vocab_from_shards) {
   c.V = options.vocab_size ? options.vocab_size : vocab_from_shards ? vocab_from_shards : gpt2_vocab;
   c.Vp = (c.V + 127) / 128 * 128;
   if (static_cast<int64_t>(options.batch_size) * c.max_T > 1'000'000'000) {
-    USAGE_ERROR("--batch-size: found %d sequences of %d tokens, expected at most 1000000000 tokens in all; lower it or "
-                "--seq-len", options.batch_size, c.max_T);
+    USAGE_ERROR(
+        "--batch-size: found %d sequences of %d tokens, expected at most 1000000000 tokens in all; lower it or "
+        "--seq-len",
+        options.batch_size, c.max_T);
   }
   return c;
 }

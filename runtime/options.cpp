@@ -27,8 +27,8 @@ struct Flag {
   const char* name;
   Member member;
   const char* help;
-  double min = 0, max = 0;  // numbers; both ends belong to the range
-  const char* unset = "";   // the default in words, for a flag whose field starts as "not given"
+  double min = 0, max = 0;                // numbers; both ends belong to the range
+  const char* unset = "";                 // the default in words, for a flag whose field starts as "not given"
   std::vector<std::string> choices = {};  // text that must be one of these; --help lists them
   bool may_be_empty = false;
 };
@@ -39,14 +39,34 @@ constexpr double max_seed = 9007199254740991;  // 2^53 - 1: exact in every reade
 const std::vector<Flag>& flag_table() {
   using O = Options;
   static const std::vector<Flag> table = {
-      {"Precision and device", "precision", &O::precision, "number formats of weights and optimizer", 0, 0, "",
+      {"Precision and device",
+       "precision",
+       &O::precision,
+       "number formats of weights and optimizer",
+       0,
+       0,
+       "",
        {"bf16", "fp32_master", "collage_light", "collage_plus", "fp32"}},
-      {"Precision and device", "device", &O::device, "auto takes a GPU if there is one", 0, 0, "",
+      {"Precision and device",
+       "device",
+       &O::device,
+       "auto takes a GPU if there is one",
+       0,
+       0,
+       "",
        {"auto", "cuda", "cpu"}},
       {"Precision and device", "threads", &O::threads, "CPU threads", 1, 4096, "all"},
+      {"Precision and device",
+       "recompute",
+       &O::recompute,
+       "what backward computes again instead of keeping it: less memory, never other bits",
+       0,
+       0,
+       "",
+       {"none", "gelu", "layernorm", "block"}},
 
       {"Model", "model", &O::model, "d6, d12, d24, d36, d48, ..., gpt2:124M to 1558M, or gpt3:125M to 175B", 0, 0,
-       "d6 on the CPU"},
+       "d12 on a GPU, d6 on the CPU"},
       {"Model", "layers", &O::layers, "number of transformer blocks", 1, 4096, "the model's"},
       {"Model", "heads", &O::heads, "attention heads", 1, 4096, "the model's"},
       {"Model", "channels", &O::channels, "width, a multiple of --heads", 1, 262144, "the model's"},
@@ -58,13 +78,19 @@ const std::vector<Flag>& flag_table() {
        "data/kjv/val_*.bin"},
       {"Data", "batch-size", &O::batch_size, "sequences in a micro-batch of one rank", 1, 1048576},
       {"Data", "total-batch-tokens", &O::total_batch_tokens,
-       "tokens in one step; gradients of several micro-batches add up to that", 1, max_count, "one micro-batch"},
+       "tokens in one step; gradients of several micro-batches add up to that", 1, max_count, "one micro-batch a rank"},
       {"Data", "overfit-batch", &O::overfit_batch, "train on one batch over and over"},
 
       {"Training", "steps", &O::steps, "optimizer steps; 0 = one epoch", 0, max_count},
       {"Training", "lr", &O::lr, "peak learning rate", 0, 1000},
       {"Training", "warmup-steps", &O::warmup_steps, "steps of linear warm-up", 0, max_count},
-      {"Training", "lr-schedule", &O::lr_schedule, "wsd: constant, then linear over the last 20 % of steps", 0, 0, "",
+      {"Training",
+       "lr-schedule",
+       &O::lr_schedule,
+       "wsd: constant, then linear over the last 20 % of steps",
+       0,
+       0,
+       "",
        {"cosine", "linear", "constant", "wsd"}},
       {"Training", "final-lr-frac", &O::final_lr_frac, "learning rate at the end over --lr", 0, 1},
       {"Training", "beta1", &O::beta1, "AdamW: decay of the first moment, below 1", 0, 0.9999999},
@@ -73,6 +99,7 @@ const std::vector<Flag>& flag_table() {
       {"Training", "weight-decay", &O::weight_decay, "AdamW: decoupled weight decay", 0, 1000},
       {"Training", "grad-clip", &O::grad_clip, "largest norm of the gradient; 0 = off", 0, 1e30},
       {"Training", "seed", &O::seed, "of initial weights and data order", 0, max_seed},
+      {"Training", "zero", &O::zero, "1: the ranks share out the optimizer states; 0: each has all", 0, 1},
 
       {"Validation and samples", "val-every", &O::val_every, "validate every n steps and at the end; 0 = never", 0,
        max_count},
@@ -86,7 +113,7 @@ const std::vector<Flag>& flag_table() {
 
       {"Output", "out", &O::out, "run folder, for metrics.jsonl", 0, 0, "nothing is written"},
       {"Output", "edq-every", &O::edq_every, "measure the quality of the update every n steps; 0 = never", 0, max_count,
-       "1 on the CPU"},
+       "10 on a GPU, 1 on the CPU"},
       {"Output", "help", &O::help, "print this and stop"},
       {"Output", "version", &O::version, "print the version and stop"},
   };
@@ -204,39 +231,47 @@ void set_value(Options& options, const Flag& flag, const std::string& text) {
     USAGE_ERROR("--%s: found an empty value, expected %s; leave the flag out for its default", flag.name,
                 expected(flag).c_str());
   }
-  std::visit([&](auto member) {
-    using Value = std::remove_reference_t<decltype(options.*member)>;
-    if constexpr (std::is_same_v<Value, std::string>) {
-      const auto& choices = flag.choices;
-      if (!choices.empty() && std::find(choices.begin(), choices.end(), text) == choices.end()) {
-        USAGE_ERROR("--%s: found %s, expected %s%s", flag.name, in_quotes(text).c_str(), expected(flag).c_str(),
-                    did_you_mean(text, choices, "", "").c_str());
-      }
-      options.*member = text;
-    } else if constexpr (std::is_same_v<Value, bool>) {
-      if (text != "true" && text != "false") {
-        USAGE_ERROR("--%s: found %s, expected %s; --%s alone means true", flag.name, in_quotes(text).c_str(),
-                    expected(flag).c_str(), flag.name);
-      }
-      options.*member = text == "true";
-    } else {
-      options.*member = parse_number<Value>(flag, text);
-    }
-  }, flag.member);
+  std::visit(
+      [&](auto member) {
+        using Value = std::remove_reference_t<decltype(options.*member)>;
+        if constexpr (std::is_same_v<Value, std::string>) {
+          const auto& choices = flag.choices;
+          if (!choices.empty() && std::find(choices.begin(), choices.end(), text) == choices.end()) {
+            USAGE_ERROR("--%s: found %s, expected %s%s", flag.name, in_quotes(text).c_str(), expected(flag).c_str(),
+                        did_you_mean(text, choices, "", "").c_str());
+          }
+          options.*member = text;
+        } else if constexpr (std::is_same_v<Value, bool>) {
+          if (text != "true" && text != "false") {
+            USAGE_ERROR("--%s: found %s, expected %s; --%s alone means true", flag.name, in_quotes(text).c_str(),
+                        expected(flag).c_str(), flag.name);
+          }
+          options.*member = text == "true";
+        } else {
+          options.*member = parse_number<Value>(flag, text);
+        }
+      },
+      flag.member);
 }
 
 // The default as --help shows it.
 std::string default_text(const Flag& flag) {
   if (*flag.unset) return flag.unset;
   static const Options defaults;
-  return std::visit([&](auto member) -> std::string {
-    const auto& value = defaults.*member;
-    using Value = std::decay_t<decltype(value)>;
-    if constexpr (std::is_same_v<Value, std::string>) return value;
-    else if constexpr (std::is_same_v<Value, double>) return number(value);
-    else if constexpr (std::is_same_v<Value, bool>) return "";
-    else return std::to_string(value);
-  }, flag.member);
+  return std::visit(
+      [&](auto member) -> std::string {
+        const auto& value = defaults.*member;
+        using Value = std::decay_t<decltype(value)>;
+        if constexpr (std::is_same_v<Value, std::string>)
+          return value;
+        else if constexpr (std::is_same_v<Value, double>)
+          return number(value);
+        else if constexpr (std::is_same_v<Value, bool>)
+          return "";
+        else
+          return std::to_string(value);
+      },
+      flag.member);
 }
 
 // Splits the words of a checked command line into flags and values, in their order.
@@ -338,18 +373,20 @@ Record flag_values(const Options& options) {
   Record record;
   for (const Flag& flag : flag_table()) {
     if (flag.member == Member(&Options::help) || flag.member == Member(&Options::version)) continue;
-    std::visit([&](auto member) {
-      const auto& value = options.*member;
-      using Value = std::decay_t<decltype(value)>;
-      if constexpr (std::is_same_v<Value, std::string>) {
-        if (!value.empty()) record.add(flag.name, value);
-      } else if constexpr (std::is_integral_v<Value> && !std::is_same_v<Value, bool>) {
-        // A field that is still "not given" lies outside its flag's range.
-        if (static_cast<double>(value) >= flag.min) record.add(flag.name, value);
-      } else {
-        record.add(flag.name, value);
-      }
-    }, flag.member);
+    std::visit(
+        [&](auto member) {
+          const auto& value = options.*member;
+          using Value = std::decay_t<decltype(value)>;
+          if constexpr (std::is_same_v<Value, std::string>) {
+            if (!value.empty()) record.add(flag.name, value);
+          } else if constexpr (std::is_integral_v<Value> && !std::is_same_v<Value, bool>) {
+            // A field that is still "not given" lies outside its flag's range.
+            if (static_cast<double>(value) >= flag.min) record.add(flag.name, value);
+          } else {
+            record.add(flag.name, value);
+          }
+        },
+        flag.member);
   }
   return record;
 }

@@ -12,10 +12,11 @@ struct Options {
   std::string precision = "collage_plus";  // bf16, fp32_master, collage_light, collage_plus, fp32
   std::string device = "auto";             // auto, cuda, cpu
   int threads = 0;                         // CPU threads; 0 = not given: all
+  std::string recompute = "gelu";          // none, gelu, layernorm, block
 
   // Model. Resolved by model_config().
-  std::string model;   // descriptor; "" = not given: d6 on the CPU
-  int layers = 0;      // 0 = not given: the descriptor's. So are the next four.
+  std::string model;  // descriptor; "" = not given: d12 on a GPU, d6 on the CPU
+  int layers = 0;     // 0 = not given: the descriptor's. So are the next four.
   int heads = 0;
   int channels = 0;
   int seq_len = 0;     // tokens in a training sequence (T), and the number of positions of the model
@@ -40,18 +41,19 @@ struct Options {
   double weight_decay = 0.1;
   double grad_clip = 1.0;  // 0 = off
   uint64_t seed = 1337;
+  int zero = 0;  // 1: each rank holds the optimizer states of its shard only
 
   // Validation and samples.
-  int64_t val_every = 100;      // 0 = never
-  int64_t val_sequences = 80;   // 0 = all
-  int64_t sample_every = 0;     // 0 = never
+  int64_t val_every = 100;     // 0 = never
+  int64_t val_sequences = 80;  // 0 = all
+  int64_t sample_every = 0;    // 0 = never
   int sample_tokens = 128;
-  std::string prompt;           // "" = start from the end-of-text token
+  std::string prompt;  // "" = start from the end-of-text token
   bool eval_only = false;
 
   // Output.
   std::string out;         // run folder; "" = nothing is written
-  int64_t edq_every = -1;  // 0 = never; -1 = not given: 1 on the CPU
+  int64_t edq_every = -1;  // 0 = never; -1 = not given: 10 on a GPU, 1 on the CPU
 
   bool help = false;     // print help_text() and stop
   bool version = false;  // print version() and stop

@@ -193,9 +193,9 @@ std::string product_library() {
 #endif
 }
 
-std::string product_warning() {
+std::string product_warning([[maybe_unused]] bool in_bf16) {
 #ifdef WITH_ONEDNN
-  if (product_native_bf16()) return "";
+  if (!in_bf16 || product_native_bf16()) return "";
   return "no bf16 products on this processor (AVX512_BF16 or AMX): bf16 operands are widened and multiplied in fp32";
 #else
   return "built without oneDNN: matrix products are 2 to 10 times slower; install libdnnl-dev and build again";

@@ -32,7 +32,7 @@ std::string product_library();
 // True where bf16 products run in bf16; else operands are widened and multiplied in fp32.
 bool product_native_bf16();
 // A sentence where products run slower than this program can do, with the reason and what to change; else empty.
-std::string product_warning();
+std::string product_warning(bool in_bf16);
 // Seconds spent multiplying since the program started (inside the library where there is one, its copies and the
 // epilogues not counted), summed over threads.
 double product_seconds();

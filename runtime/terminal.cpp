@@ -100,7 +100,11 @@ std::string wrapped(const std::string& text, size_t columns) {
   };
   for (size_t i = 0; i < text.size();) {
     const auto byte = static_cast<unsigned char>(text[i]);
-    const size_t length = byte < 0x80 ? 1 : byte >= 0xc2 && byte < 0xe0 ? 2 : byte >= 0xe0 && byte < 0xf0 ? 3 : byte >= 0xf0 && byte < 0xf5 ? 4 : 0;
+    const size_t length = byte < 0x80                   ? 1
+                          : byte >= 0xc2 && byte < 0xe0 ? 2
+                          : byte >= 0xe0 && byte < 0xf0 ? 3
+                          : byte >= 0xf0 && byte < 0xf5 ? 4
+                                                        : 0;
     bool whole = length && i + length <= text.size();
     for (size_t j = 1; whole && j < length; j++) whole = (static_cast<unsigned char>(text[i + j]) & 0xc0) == 0x80;
     if (byte == '\n' || byte == ' ') {

@@ -15,8 +15,8 @@ struct StepLine {
   double tokens_per_s = 0;
   bool has_quality = false;  // edq and lost_frac were computed in this step
   double edq = 0;
-  double lost_frac = 0;      // 0 to 1
-  double eta_s = -1;         // seconds to the end; -1 = unknown, not shown
+  double lost_frac = 0;  // 0 to 1
+  double eta_s = -1;     // seconds to the end; -1 = unknown, not shown
 };
 
 // "step    10/200 | loss 3.1234 | lr 3.00e-04 | norm 1.23 | 12,345 tok/s | edq 0.998 | lost 12.3 % | ETA 1m32s".
@@ -39,9 +39,9 @@ class Terminal {
   std::chrono::steady_clock::time_point first_time_;
 };
 
-std::string human_bytes(double bytes);    // "1.50 GB", powers of 1000; exact below 1000: "999 B"
-std::string human_count(int64_t n);       // "12,345"
-std::string human_time(double seconds);   // "0.5s", "32s", "1m32s", "2h05m", "3d04h"
+std::string human_bytes(double bytes);   // "1.50 GB", powers of 1000; exact below 1000: "999 B"
+std::string human_count(int64_t n);      // "12,345"
+std::string human_time(double seconds);  // "0.5s", "32s", "1m32s", "2h05m", "3d04h"
 // Text from a model for a terminal: lines broken at spaces to `columns`, control characters as '?', bytes that are not
 // UTF-8 as '?'.
 std::string wrapped(const std::string& text, size_t columns);

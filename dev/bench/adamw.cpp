@@ -58,18 +58,21 @@ Case make_case(size_t n, Device& device) {
   using floatX = typename S::Theta;
   struct Arrays {
     Buffer<floatX> theta, grad;
-    std::vector<Block> blocks;
+    std::unique_ptr<BlockList> blocks;
     std::unique_ptr<Optimizer<floatX>> optimizer;
+    double norm = 2.0;
   };
   auto arrays = std::make_shared<Arrays>();
   arrays->theta = Buffer<floatX>(device, Memory::weights, n);
   arrays->grad = Buffer<floatX>(device, Memory::gradients, n);
   fill(arrays->theta.data(), n, 0.02, 1);
   fill(arrays->grad.data(), n, 1e-3, 2);
-  append_blocks(arrays->blocks, 0, n, true);
-  arrays->optimizer = make_optimizer(S::name, arrays->theta.data(), n, device);
+  std::vector<Block> blocks;
+  append_blocks(blocks, 0, n, true);
+  arrays->blocks = std::make_unique<BlockList>(std::move(blocks), device);
+  arrays->optimizer = make_optimizer(S::name, arrays->theta.data(), *arrays->blocks, n, device);
   const auto pass = [arrays, &device](bool with_quality) {
-    arrays->optimizer->update(arrays->theta, arrays->grad, arrays->blocks, scalars, with_quality, device);
+    arrays->optimizer->update(arrays->theta, arrays->grad, scalars, 1.0, &arrays->norm, with_quality, device);
   };
   return {S::name, moved_bytes<S>(), {target<S>(false), target<S>(true)}, pass, {}};
 }

@@ -56,7 +56,7 @@ void encoder_backward(benchmark::State& state) {
   Array<X> dout(BTC), dwpe(size_t{T} * C);
   Array<float> dwte(size_t{Vp} * C);
   const Ids tokens;
-  for (auto _ : state) encoder_backward(dwte.data(), dwpe.data(), dout.data(), tokens.ids, B, T, C, device());
+  for (auto _ : state) encoder_backward(dwte.data(), dwpe.data(), dout.data(), tokens.ids, B, T, C, V, device());
   bytes(state, BTC * (sizeof(X) + 8) + 2 * T * C * sizeof(X));
 }
 

@@ -87,7 +87,7 @@ bool bench(const Settings& s, Device& device) {
 
   Workspace<floatX> plan;
   Layout nothing;
-  plan.lay_out(nothing, config, s.B, s.T);
+  plan.lay_out(nothing, config, s.B, s.T, Recompute::none);
   const auto shapes = step_products(config, BT, plan.chunk_rows);
   std::vector<std::vector<double>> library(shapes.size());
   const auto measure_library = [&] {
@@ -98,8 +98,9 @@ bool bench(const Settings& s, Device& device) {
   };
   measure_library();
 
-  GPT<floatX> model(config, s.B, s.T, 1337, device);
-  auto optimizer = make_optimizer(S::name, model.params(), model.table.elements, device);
+  GPT<floatX> model(config, s.B, s.T, Recompute::none, 1337, device);
+  double norm = 0;
+  auto optimizer = make_optimizer(S::name, model.params(), model.blocks, model.table.elements, device);
   Batch batch(s.B, s.T);
   std::vector<double> walls, inside;
   double loss = 0;
@@ -113,10 +114,12 @@ bool bench(const Settings& s, Device& device) {
     const auto start = std::chrono::steady_clock::now();
     model.zero_gradients();
     model.forward(batch.tokens.data(), s.B, s.T);
-    loss = model.loss_and_backward(batch.tokens.data(), batch.targets.data(), 1.0f / static_cast<float>(BT), s.B, s.T);
-    const double norm = global_norm(model.grads(), model.table.blocks, device);
+    model.loss_and_backward(batch.tokens.data(), batch.targets.data(), 1.0f / static_cast<float>(BT), s.B, s.T,
+                            [](size_t, size_t) {});
+    loss = model.take_losses()[0];
+    global_norm(&norm, model.grads(), model.blocks, Part(model.table.elements), [](double*) {}, device);
     const AdamWScalars k = adamw_scalars(3e-4, 0.9, 0.95, 1e-8, 0.1, 1.0, norm, step + 1);
-    optimizer->update(model.params(), model.grads(), model.table.blocks, k, true, device);
+    optimizer->update(model.params(), model.grads(), k, 1.0, &norm, true, device);
     const double wall = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     if (step == 0) continue;
     walls.push_back(wall);

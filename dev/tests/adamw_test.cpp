@@ -8,6 +8,7 @@
 
 #include "dev/tests/golden.h"
 #include "dev/tests/numbers.h"
+#include "dev/tests/optimizing.h"
 #include "runtime/crc32.h"
 
 namespace {
@@ -80,13 +81,15 @@ void expect_trajectory(const std::string& name, bool with_quality) {
   Device device(1);
   std::vector<floatX> theta(layout.size), grads(layout.size);
   layout.scatter(theta, theta0.data());
-  const auto optimizer = make_optimizer<floatX>(strategy, theta.data(), theta.size(), device);
+  const BlockList blocks(layout.blocks, device);
+  const auto optimizer = make_optimizer<floatX>(strategy, theta.data(), blocks, theta.size(), device);
   ASSERT_TRUE(optimizer);
   for (size_t step = 1; step <= lr.size(); step++) {
     layout.scatter(grads, &g[(step - 1) * elements]);
     const AdamWScalars k = adamw_scalars(lr[step - 1], hyper[0], hyper[1], hyper[2], hyper[3], hyper[4], norm[step - 1],
                                          static_cast<int64_t>(step));
-    const QualitySums sums = optimizer->update(theta.data(), grads.data(), layout.blocks, k, with_quality, device);
+    const QualitySums sums =
+        update(*optimizer, theta.data(), grads.data(), k, hyper[4], norm[step - 1], with_quality, device);
     const std::string where = strategy + ", " + name + ", step " + std::to_string(step);
     if (with_quality && step % every == 0) expect_quality(sums, &quality[(step / every - 1) * 10], where);
     ASSERT_TRUE(with_quality || sums.uu == 0) << where;
@@ -116,7 +119,9 @@ struct AsTypes<std::tuple<S...>> {
 };
 struct Names {
   template <class S>
-  static std::string GetName(int) { return S::name; }
+  static std::string GetName(int) {
+    return S::name;
+  }
 };
 TYPED_TEST_SUITE(StrategyAdamW, AsTypes<Strategies>::type, Names);
 
@@ -134,8 +139,8 @@ TEST(AdamWScalars, EqualTheOracle) {
     const auto hyper = golden.get<double>("hyper"), lr = golden.get<double>("lr"), norm = golden.get<double>("norm");
     const auto scalars = golden.f32("scalars"), constants = golden.f32("constants");
     for (size_t t = 0; t < lr.size(); t++) {
-      const AdamWScalars k = adamw_scalars(lr[t], hyper[0], hyper[1], hyper[2], hyper[3], hyper[4], norm[t],
-                                           static_cast<int64_t>(t) + 1);
+      const AdamWScalars k =
+          adamw_scalars(lr[t], hyper[0], hyper[1], hyper[2], hyper[3], hyper[4], norm[t], static_cast<int64_t>(t) + 1);
       const std::vector<float> per_step = {k.a1, k.r2, k.lw, k.clip};
       for (size_t i = 0; i < 4; i++) ASSERT_EQ(per_step[i], scalars[4 * t + i]) << name << " " << t << " " << i;
       const std::vector<float> fixed = {k.beta1, k.one_minus_beta1, k.beta2,   k.one_minus_beta2,
@@ -156,12 +161,13 @@ std::string run_with_threads(int threads) {
   append_blocks(blocks, first + 51, n - first - 51, false);
   std::vector<floatX> theta(n), grads(n);
   for (size_t i = 0; i < n; i++) store(theta[i], static_cast<float>(.02 * normal(1, i)));
-  const auto optimizer = make_optimizer<floatX>(S::name, theta.data(), n, device);
+  const BlockList list(blocks, device);
+  const auto optimizer = make_optimizer<floatX>(S::name, theta.data(), list, n, device);
   std::string bytes;
   for (int64_t t = 1; t <= 3; t++) {
     for (size_t i = 0; i < n; i++) store(grads[i], static_cast<float>(1e-3 * normal(1 + static_cast<uint64_t>(t), i)));
     const AdamWScalars k = adamw_scalars(1e-3, .9, .95, 1e-8, .1, 1, 2, t);
-    const QualitySums sums = optimizer->update(theta.data(), grads.data(), blocks, k, true, device);
+    const QualitySums sums = update(*optimizer, theta.data(), grads.data(), k, 1, 2, true, device);
     bytes.append(reinterpret_cast<const char*>(&sums), sizeof(sums));
   }
   bytes.append(reinterpret_cast<const char*>(theta.data()), n * sizeof(floatX));
@@ -185,7 +191,8 @@ TYPED_TEST(StrategyAdamW, LongTensorsEqualOneElementAtATime) {
   append_blocks(blocks, 0, n, true);
   std::vector<floatX> theta(n), grads(n);
   for (size_t i = 0; i < n; i++) store(theta[i], static_cast<float>(.02 * normal(1, i)));
-  const auto optimizer = make_optimizer<floatX>(S::name, theta.data(), n, device);
+  const BlockList list(blocks, device);
+  const auto optimizer = make_optimizer<floatX>(S::name, theta.data(), list, n, device);
   std::vector<std::array<float, 1 + n_states>> reference(n);  // theta, then the states
   for (size_t i = 0; i < n; i++) {
     reference[i][0] = to_float(theta[i]);
@@ -194,16 +201,15 @@ TYPED_TEST(StrategyAdamW, LongTensorsEqualOneElementAtATime) {
   for (int64_t t = 1; t <= 3; t++) {
     for (size_t i = 0; i < n; i++) store(grads[i], static_cast<float>(1e-3 * normal(1 + static_cast<uint64_t>(t), i)));
     const AdamWScalars k = adamw_scalars(1e-4, .9, .95, 1e-8, .1, 1, 2, t);
-    const QualitySums sums = optimizer->update(theta.data(), grads.data(), blocks, k, true, device);
+    const QualitySums sums = update(*optimizer, theta.data(), grads.data(), k, 1, 2, true, device);
     double uu = 0, ue = 0, ee = 0;
     int64_t lost = 0;
     for (size_t i = 0; i < n; i++) {
       auto& r = reference[i];
       float u;
       const double before = S::value(r[0], r[1]);
-      [&]<size_t... J>(std::index_sequence<J...>) {
-        S::update(k, to_float(grads[i]), u, r[0], r[1 + J]...);
-      }(std::make_index_sequence<n_states>());
+      [&]<size_t... J>(std::index_sequence<J...>) { S::update(k, to_float(grads[i]), u, r[0], r[1 + J]...); }
+      (std::make_index_sequence<n_states>());
       const double e = S::value(r[0], r[1]) - before, ud = u;
       uu += ud * ud, ue += ud * e, ee += e * e, lost += u != 0 && e == 0;
       ASSERT_TRUE(same_bits(to_float(theta[i]), r[0])) << i;
@@ -228,10 +234,11 @@ TYPED_TEST(StrategyAdamW, StatesAreAccounted) {
   using floatX = typename TypeParam::Theta;
   Device device(1);
   const std::vector<floatX> theta(n);
-  const auto optimizer = make_optimizer<floatX>(TypeParam::name, theta.data(), n, device);
+  const BlockList blocks({}, device);
+  const auto optimizer = make_optimizer<floatX>(TypeParam::name, theta.data(), blocks, n, device);
   EXPECT_EQ(device.bytes(Memory::states),
             static_cast<int64_t>(n * (bytes_per_parameter<TypeParam>() - 2 * sizeof(floatX))));
-  EXPECT_EQ(device.bytes(), device.bytes(Memory::states));
+  EXPECT_EQ(device.bytes() - device.bytes(Memory::states), device.bytes(Memory::workspace));
 }
 
 }  // namespace

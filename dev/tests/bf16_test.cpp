@@ -80,8 +80,10 @@ TEST(Bf16, StorageRoundTrip) {
     store_grid(cut, x);
     EXPECT_EQ(float_bits(to_float(bf16{static_cast<uint16_t>(upper)})), float_bits(x));
     EXPECT_EQ(cut.bits, upper);
-    if (std::isnan(x)) EXPECT_TRUE(std::isnan(to_float(stored))) << upper;
-    else EXPECT_EQ(stored.bits, upper);
+    if (std::isnan(x))
+      EXPECT_TRUE(std::isnan(to_float(stored))) << upper;
+    else
+      EXPECT_EQ(stored.bits, upper);
   }
   for (const float x : {1.00390625f, 1.01171875f, -3.14159f, 1e-40f, 3.4e38f}) {  // two ties; the last goes to infinity
     bf16 stored{};

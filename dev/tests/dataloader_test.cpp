@@ -79,10 +79,10 @@ TEST(Crc32, KnownValues) {
 TEST(Dataset, ReadsBothWidthsInFileOrder) {
   for (int width : {2, 4}) {
     TempDir dir;
-    dir.write("a_1.bin", shard(range(100, 10), width));   // T = 4: 2 sequences, 1 token left
-    dir.write("a_0.bin", shard(range(200, 5), width));    // exactly T + 1: 1 sequence
-    dir.write("a_2.bin", shard(range(300, 4), width));    // too short: none
-    dir.write("a_3.bin", shard(range(400, 13), width));   // 3 sequences, nothing left
+    dir.write("a_1.bin", shard(range(100, 10), width));  // T = 4: 2 sequences, 1 token left
+    dir.write("a_0.bin", shard(range(200, 5), width));   // exactly T + 1: 1 sequence
+    dir.write("a_2.bin", shard(range(300, 4), width));   // too short: none
+    dir.write("a_3.bin", shard(range(400, 13), width));  // 3 sequences, nothing left
     dir.write("b.bin", "not of this data set");
     Dataset data(dir / "a_*.bin", 4, "--train-data");
     EXPECT_EQ(data.shards(), 4);

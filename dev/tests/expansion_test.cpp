@@ -48,7 +48,7 @@ SumErrors check_sums(int high, int gap) {
   const int low = high - gap;
   const auto largest = [](float x) { return std::fabs(x) == from_bf16(0x7f7f); };
   for (int i = 0; i < significands; i++)
-    for (int j = 0; j < significands; j += gap > 44 ? 9 : 1)
+    for (int j = 0; j<significands; j += gap> 44 ? 9 : 1)
       for (int signs = 0; signs < 4; signs++) {
         const float big = number(high, i, signs & 1), small = number(low, j, signs >> 1);
         if (std::isinf(rn_from_double(static_cast<double>(big) + small))) continue;

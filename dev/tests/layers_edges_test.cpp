@@ -5,11 +5,11 @@
 
 #include "dev/tests/guarded.h"
 #include "dev/tests/numbers.h"
+#include "dev/tests/optimizing.h"
 #include "kernels/attention.cuh"
 #include "kernels/encoder.cuh"
 #include "kernels/fused_classifier.cuh"
 #include "kernels/gelu.cuh"
-#include "kernels/global_norm.cuh"
 #include "kernels/layernorm.cuh"
 #include "kernels/matmul.cuh"
 
@@ -19,7 +19,9 @@ template <class T>
 class LayersEdges : public testing::Test {};
 struct Names {
   template <class T>
-  static std::string GetName(int) { return sizeof(T) == 4 ? "fp32" : "bf16"; }
+  static std::string GetName(int) {
+    return sizeof(T) == 4 ? "fp32" : "bf16";
+  }
 };
 using Types = testing::Types<float, bf16>;
 TYPED_TEST_SUITE(LayersEdges, Types, Names);
@@ -49,7 +51,7 @@ std::string every_layer(int threads) {
     Guarded<T> out(BTC), dwpe(wpe.size(), 0);
     Guarded<float> dwte(wte.size(), 0);
     encoder_forward<T>(out, tokens.data(), wte, wpe, B, T_, C, device);
-    encoder_backward<T>(dwte, dwpe, dout, tokens.data(), B, T_, C, device);
+    encoder_backward<T>(dwte, dwpe, dout, tokens.data(), B, T_, C, V, device);
     auto sum = randoms<T>(5, wte.size());
     add_embedding_gradient<T>(sum, dwte, wte.size(), device);
     bytes += out.bytes() + dwte.bytes() + dwpe.bytes() + sum.bytes();
@@ -96,7 +98,7 @@ std::string every_layer(int threads) {
   append_blocks(blocks, 0, 100001, true);
   append_blocks(blocks, 100032, 99968, true);
   for (int i = 0; i < 8; i++) {  // sums in another order differ in half of the cases only, once a root is taken
-    const double norm = global_norm<T>(grads, blocks, device);
+    const double norm = norm_of<T>(grads, blocks, device);
     bytes.append(reinterpret_cast<const char*>(&norm), sizeof(norm));
     blocks.pop_back();
   }
@@ -146,8 +148,8 @@ TYPED_TEST(LayersEdges, ParameterGradientsAccumulate) {
   const auto tokens = tokens_below(V, rows);
   Guarded<T> p1(T_ * C, 0), p2(T_ * C, 0);
   Guarded<float> e1(V * C, 0), e2(V * C, 0);
-  encoder_backward<T>(e1, p1, dout, tokens.data(), B, T_, C, device);
-  for (int i = 0; i < 2; i++) encoder_backward<T>(e2, p2, dout, tokens.data(), B, T_, C, device);
+  encoder_backward<T>(e1, p1, dout, tokens.data(), B, T_, C, V, device);
+  for (int i = 0; i < 2; i++) encoder_backward<T>(e2, p2, dout, tokens.data(), B, T_, C, V, device);
   expect_twice(p2, p1, "wpe");
   for (size_t i = 0; i < e1.size(); i++) EXPECT_NEAR(e2[i], 2 * e1[i], 1e-5) << "wte " << i;  // up to 10 terms near 1
 }
@@ -257,15 +259,15 @@ TYPED_TEST(LayersEdges, GlobalNorm) {
   append_blocks(blocks, 0, 3, true);
   append_blocks(blocks, 64, block_elements + 1, false);
   Guarded<T> grads(64 + block_elements + 1, 0);
-  EXPECT_EQ(global_norm<T>(grads, blocks, device), 0);
+  EXPECT_EQ(norm_of<T>(grads, blocks, device), 0);
   store(grads[2], 3.0f);
   store(grads[63], 1e30f);  // between the tensors
   store(grads[64 + block_elements], -4.0f);
-  EXPECT_EQ(global_norm<T>(grads, blocks, device), 5);
+  EXPECT_EQ(norm_of<T>(grads, blocks, device), 5);
   grads.fill(0x1p100f);
-  EXPECT_DOUBLE_EQ(global_norm<T>(grads, blocks, device), 0x1p100 * std::sqrt(3.0 + block_elements + 1));
+  EXPECT_DOUBLE_EQ(norm_of<T>(grads, blocks, device), 0x1p100 * std::sqrt(3.0 + block_elements + 1));
   store(grads[70], NAN);
-  EXPECT_TRUE(std::isnan(global_norm<T>(grads, blocks, device)));
+  EXPECT_TRUE(std::isnan(norm_of<T>(grads, blocks, device)));
 }
 
 }  // namespace

@@ -72,7 +72,9 @@ TEST(Json, NothingIsABareWord) {
   record.add_if_computed("edq", NAN).add_if_computed("val_loss", inf).add_if_computed("y", 1.5);
   EXPECT_EQ(to_json(record), R"({"val_loss":null,"y":1.5})");
   // A file name need not be UTF-8; JSON must be.
-  const std::string text = to_json(Record().add("command", "a\xff\xc3" "b"));
+  const std::string text = to_json(Record().add("command",
+                                                "a\xff\xc3"
+                                                "b"));
   EXPECT_TRUE(json::accept(text)) << text;
 }
 

@@ -33,12 +33,15 @@ double parameters(const ModelConfig& c) {
 TEST(ModelConfig, NamesMeanTheirPublishedSizes) {
   // The name's own digits against the count: 1 unit of its last digit, but 3 % for the small gpt3 models, whose names
   // come from the paper's table, and 5 % for the billions, which are rounded there.
-  const struct { const char* name; double parameters, tolerance; } cases[] = {
-      {"gpt2:124M", 124e6, .01}, {"gpt2:350M", 355e6, .01}, {"gpt2:774M", 774e6, .01}, {"gpt2:1558M", 1558e6, .01},
-      {"gpt3:125M", 125e6, .03}, {"gpt3:350M", 356e6, .03}, {"gpt3:760M", 760e6, .03}, {"gpt3:1.3B", 1.3e9, .05},
-      {"gpt3:2.7B", 2.7e9, .05}, {"gpt3:6.7B", 6.7e9, .05}, {"gpt3:13B", 13e9, .05},   {"gpt3:30B", 30e9, .05},
-      {"gpt3:175B", 175e9, .05}, {"d12", 124e6, .01},       {"d24", 355e6, .01},       {"d36", 774e6, .01},
-      {"d48", 1558e6, .01}};
+  const struct {
+    const char* name;
+    double parameters, tolerance;
+  } cases[] = {{"gpt2:124M", 124e6, .01},   {"gpt2:350M", 355e6, .01}, {"gpt2:774M", 774e6, .01},
+               {"gpt2:1558M", 1558e6, .01}, {"gpt3:125M", 125e6, .03}, {"gpt3:350M", 356e6, .03},
+               {"gpt3:760M", 760e6, .03},   {"gpt3:1.3B", 1.3e9, .05}, {"gpt3:2.7B", 2.7e9, .05},
+               {"gpt3:6.7B", 6.7e9, .05},   {"gpt3:13B", 13e9, .05},   {"gpt3:30B", 30e9, .05},
+               {"gpt3:175B", 175e9, .05},   {"d12", 124e6, .01},       {"d24", 355e6, .01},
+               {"d36", 774e6, .01},         {"d48", 1558e6, .01}};
   for (const auto& c : cases) {
     const ModelConfig config = model_config(model(c.name), 0);
     EXPECT_NEAR(parameters(config) / c.parameters, 1, c.tolerance) << c.name;

@@ -10,8 +10,20 @@
 
 #include "dev/tests/golden.h"
 #include "dev/tests/numbers.h"
+#include "dev/tests/optimizing.h"
 
 namespace {
+
+template <class floatX>
+double take_loss(GPT<floatX>& model) {
+  double sum = 0;
+  for (const double loss : model.take_losses()) sum += loss;
+  return sum;
+}
+template <class floatX>
+void backward(GPT<floatX>& model, const int* tokens, const int* targets, float scale, int B, int T) {
+  model.loss_and_backward(tokens, targets, scale, B, T, [](size_t, size_t) {});
+}
 
 class OracleModel {
  public:
@@ -75,22 +87,23 @@ class Model : public testing::Test {
 };
 struct Names {
   template <class T>
-  static std::string GetName(int) { return sizeof(T) == 4 ? "fp32" : "bf16"; }
+  static std::string GetName(int) {
+    return sizeof(T) == 4 ? "fp32" : "bf16";
+  }
 };
 using Types = testing::Types<float, bf16>;
 TYPED_TEST_SUITE(Model, Types, Names);
 
 TYPED_TEST(Model, LogitsEqualPyTorch) {
-  GPT<TypeParam> model(this->oracle_.config, 1, this->T_, 1, this->device_);
+  GPT<TypeParam> model(this->oracle_.config, 1, this->T_, Recompute::gelu, 1, this->device_);
   this->oracle_.load(model);
   const auto tokens = this->oracle_.tokens(0);
-  const int V = this->oracle_.config.V;
   std::vector<double> logits;
   for (int b = 0; b < this->B_; b++) {
     model.forward(&tokens[static_cast<size_t>(b * this->T_)], 1, this->T_);
     for (int t = 0; t < this->T_; t++) {
-      const TypeParam* row = model.logits(t);
-      for (int v = 0; v < V; v++) logits.push_back(to_float(row[v]));
+      const auto row = model.logits(t);
+      for (const auto logit : row) logits.push_back(to_float(logit));
     }
   }
   expect_close<TypeParam>(this->oracle_.golden, "logits", logits, 4);
@@ -98,13 +111,15 @@ TYPED_TEST(Model, LogitsEqualPyTorch) {
 
 TYPED_TEST(Model, LossAndGradientsEqualPyTorch) {
   const int B = this->B_, T = this->T_;
-  GPT<TypeParam> model(this->oracle_.config, B, T, 1, this->device_);
+  GPT<TypeParam> model(this->oracle_.config, B, T, Recompute::gelu, 1, this->device_);
   this->oracle_.load(model);
   const auto tokens = this->oracle_.tokens(0), targets = this->oracle_.targets(0);
   model.forward(tokens.data(), B, T);
   const float scale = 1.0f / static_cast<float>(B * T);
-  const double only_loss = model.loss(targets.data(), B, T);
-  const double loss = model.loss_and_backward(tokens.data(), targets.data(), scale, B, T);
+  model.loss(targets.data(), B, T);
+  const double only_loss = take_loss(model);
+  backward(model, tokens.data(), targets.data(), scale, B, T);
+  const double loss = take_loss(model);
   EXPECT_EQ(only_loss, loss) << "the loss must not depend on whether its gradient is wanted";
   expect_close<TypeParam>(this->oracle_.golden, "loss", {loss / (B * T)}, 4);
   size_t elements = 0;
@@ -126,9 +141,9 @@ TEST(LossCurve, TenAdamWStepsEqualPyTorch) {
   const OracleModel oracle;
   Device device;
   const int B = oracle.B, T = oracle.T;
-  GPT<float> model(oracle.config, B, T, 1, device);
+  GPT<float> model(oracle.config, B, T, Recompute::gelu, 1, device);
   oracle.load(model);
-  const auto optimizer = make_optimizer<float>("fp32", model.params(), model.table.elements, device);
+  const auto optimizer = make_optimizer<float>("fp32", model.params(), model.blocks, model.table.elements, device);
   const auto hyper = oracle.golden.get<double>("hyper");
   std::vector<double> losses, norms;
   const int steps = oracle.golden.shape("curve/loss")[0];
@@ -136,13 +151,12 @@ TEST(LossCurve, TenAdamWStepsEqualPyTorch) {
     const auto tokens = oracle.tokens(step), targets = oracle.targets(step);
     model.zero_gradients();
     model.forward(tokens.data(), B, T);
-    const double sum =
-        model.loss_and_backward(tokens.data(), targets.data(), 1.0f / static_cast<float>(B * T), B, T);
-    losses.push_back(sum / (B * T));
-    norms.push_back(global_norm(model.grads(), model.table.blocks, device));
+    backward(model, tokens.data(), targets.data(), 1.0f / static_cast<float>(B * T), B, T);
+    losses.push_back(take_loss(model) / (B * T));
+    norms.push_back(norm_of(model.grads(), model.table.blocks, device));
     const AdamWScalars k =
         adamw_scalars(hyper[0], hyper[1], hyper[2], hyper[3], hyper[4], hyper[5], norms.back(), step + 1);
-    optimizer->update(model.params(), model.grads(), model.table.blocks, k, false, device);
+    update(*optimizer, model.params(), model.grads(), k, hyper[5], norms.back(), false, device);
   }
   expect_close<float>(oracle.golden, "curve/loss", losses, 4);
   expect_close<float>(oracle.golden, "curve/grad_norm", norms, 16);
@@ -157,17 +171,19 @@ TEST(LossCurve, TenAdamWStepsEqualPyTorch) {
 
 // Loss and gradients as bytes, of micro-batches of `rows` sequences each.
 template <class floatX>
-std::string gradients(const OracleModel& oracle, int threads, int micro_batches, std::vector<double>* as_numbers) {
+std::string gradients(const OracleModel& oracle, int threads, int micro_batches, std::vector<double>* as_numbers,
+                      Recompute recompute = Recompute::gelu) {
   Device device(threads);
   const int B = oracle.B / micro_batches, T = oracle.T;
-  GPT<floatX> model(oracle.config, B, T, 1, device);
+  GPT<floatX> model(oracle.config, B, T, recompute, 1, device);
   oracle.load(model);
   double loss = 0;
   const auto tokens = oracle.tokens(0), targets = oracle.targets(0);
   for (int i = 0; i < micro_batches; i++) {
     const size_t from = static_cast<size_t>(i * B * T);
     model.forward(&tokens[from], B, T);
-    loss += model.loss_and_backward(&tokens[from], &targets[from], 1.0f / static_cast<float>(oracle.B * T), B, T);
+    backward(model, &tokens[from], &targets[from], 1.0f / static_cast<float>(oracle.B * T), B, T);
+    loss += take_loss(model);
   }
   if (as_numbers)
     for (size_t i = 0; i < model.table.elements; i++) as_numbers->push_back(to_float(model.grads()[i]));
@@ -179,6 +195,32 @@ TYPED_TEST(Model, ThreadsChangeNoBit) {
   const std::string one = gradients<TypeParam>(this->oracle_, 1, 1, nullptr);
   for (const int threads : {2, 4})
     EXPECT_TRUE(gradients<TypeParam>(this->oracle_, threads, 1, nullptr) == one) << threads << " threads";
+}
+
+// What is computed again is computed from the same stored values by the same operations.
+TYPED_TEST(Model, RecomputationChangesNoBit) {
+  const std::string all_kept = gradients<TypeParam>(this->oracle_, 2, 1, nullptr, Recompute::none);
+  for (const auto level : {Recompute::gelu, Recompute::layernorm, Recompute::block})
+    EXPECT_TRUE(gradients<TypeParam>(this->oracle_, 2, 1, nullptr, level) == all_kept) << static_cast<int>(level);
+}
+
+// What is allocated is what the sizes say, by class; workspace also holds the threads' scratch.
+TYPED_TEST(Model, AllocatesWhatItsSizesSay) {
+  const ModelConfig c = this->oracle_.config;
+  const int B = this->B_, T = this->T_;
+  Device device(1);
+  const GPT<TypeParam> model(c, B, T, Recompute::none, 1, device);
+  const size_t BT = static_cast<size_t>(B * T), C = static_cast<size_t>(c.C), L = static_cast<size_t>(c.L);
+  const auto padded = [](size_t bytes) { return (bytes + 63) / 64 * 64; };
+  const size_t layer =
+      16 * padded(BT * C * sizeof(TypeParam)) +  // ln1 ln2 atty residual2 residual3, qkv, fch, fch_gelu
+      4 * padded(BT * 4) + padded(BT * static_cast<size_t>(c.NH) * 4);
+  const size_t qkv = padded(3 * BT * C * sizeof(TypeParam)) - 3 * padded(BT * C * sizeof(TypeParam));
+  const size_t fch = padded(4 * BT * C * sizeof(TypeParam)) - 4 * padded(BT * C * sizeof(TypeParam));
+  const size_t activations = L * (layer + qkv + 2 * fch) + 2 * padded(BT * C * sizeof(TypeParam)) + 3 * padded(BT * 4);
+  EXPECT_EQ(device.bytes(Memory::activations), static_cast<int64_t>(activations));
+  EXPECT_EQ(device.bytes(Memory::weights), static_cast<int64_t>(model.table.elements * sizeof(TypeParam)));
+  EXPECT_EQ(device.bytes(Memory::gradients), device.bytes(Memory::weights));
 }
 
 // Two micro-batches of one sequence against one of two: the same sums, rounded to the type once more in between. Bound
@@ -200,27 +242,29 @@ TYPED_TEST(Model, AccumulationEqualsOneBatch) {
 // The loss of a sequence does not depend on its neighbours in the batch, nor on what follows a token.
 TYPED_TEST(Model, SequencesAreIndependentAndCausal) {
   const int B = this->B_, T = this->T_;
-  GPT<TypeParam> pair(this->oracle_.config, B, T, 1, this->device_);
-  GPT<TypeParam> single(this->oracle_.config, 1, T, 1, this->device_);
+  GPT<TypeParam> pair(this->oracle_.config, B, T, Recompute::gelu, 1, this->device_);
+  GPT<TypeParam> single(this->oracle_.config, 1, T, Recompute::gelu, 1, this->device_);
   this->oracle_.load(pair);
   this->oracle_.load(single);
   auto tokens = this->oracle_.tokens(0);
   const auto targets = this->oracle_.targets(0);
   pair.forward(tokens.data(), B, T);
-  const double together = pair.loss(targets.data(), B, T);
+  pair.loss(targets.data(), B, T);
+  const double together = take_loss(pair);
   double apart = 0;
   for (int b = 0; b < B; b++) {
     single.forward(&tokens[static_cast<size_t>(b * T)], 1, T);
-    apart += single.loss(&targets[static_cast<size_t>(b * T)], 1, T);
+    single.loss(&targets[static_cast<size_t>(b * T)], 1, T);
+    apart += take_loss(single);
   }
   EXPECT_NEAR(together, apart, 1e-7 * together);  // products of another height may sum in another order
   single.forward(tokens.data(), 1, T);
-  const TypeParam* row = single.logits(T / 2);
-  const std::vector<TypeParam> before(row, row + this->oracle_.config.V);
+  const auto before = single.logits(T / 2);
   tokens[static_cast<size_t>(T / 2) + 1] = (tokens[static_cast<size_t>(T / 2) + 1] + 1) % this->oracle_.config.V;
   single.forward(tokens.data(), 1, T);
-  row = single.logits(T / 2);
-  EXPECT_EQ(memcmp(row, before.data(), before.size() * sizeof(TypeParam)), 0) << "a later token changed a logit";
+  const auto after = single.logits(T / 2);
+  EXPECT_EQ(memcmp(after.data(), before.data(), before.size() * sizeof(TypeParam)), 0)
+      << "a later token changed a logit";
 }
 
 }  // namespace

@@ -5,9 +5,9 @@
 #include <cmath>
 #include <cstdint>
 
+#include "kernels/portable.cuh"  // float_bits
 #include "runtime/random.h"
 
-inline uint32_t float_bits(float x) { return std::bit_cast<uint32_t>(x); }
 inline float from_bits(uint32_t u) { return std::bit_cast<float>(u); }
 // The bf16 number with these 16 bits, as a float.
 inline float from_bf16(uint32_t upper) { return from_bits(upper << 16); }

@@ -36,9 +36,10 @@ void expect_refused(const std::vector<std::string>& words, const std::string& pa
   EXPECT_LT(message.size(), 300u) << message;
 }
 
-const std::vector<std::string> whole_numbers = {
-    "threads", "layers", "heads", "channels", "seq-len", "vocab-size", "batch-size", "total-batch-tokens", "steps",
-    "warmup-steps", "seed", "val-every", "val-sequences", "sample-every", "sample-tokens", "edq-every"};
+const std::vector<std::string> whole_numbers = {"threads",       "layers",       "heads",         "channels",
+                                                "seq-len",       "vocab-size",   "batch-size",    "total-batch-tokens",
+                                                "steps",         "warmup-steps", "seed",          "val-every",
+                                                "val-sequences", "sample-every", "sample-tokens", "edq-every"};
 const std::vector<std::string> real_numbers = {"lr",  "final-lr-frac", "beta1",    "beta2",
                                                "eps", "weight-decay",  "grad-clip"};
 
@@ -73,13 +74,39 @@ TEST(Options, DefaultsAreThoseOfTheContract) {
 }
 
 TEST(Options, ReadsEveryFlag) {
-  const Options o = parse({
-      "--precision=bf16", "--device=cpu", "--threads=2", "--model=d12", "--layers=3", "--heads=4", "--channels=64",
-      "--seq-len=32", "--vocab-size=257", "--train-data=a*.bin", "--val-data=b*.bin", "--batch-size=7",
-      "--total-batch-tokens=448", "--steps=9", "--lr=1e-3", "--warmup-steps=2", "--lr-schedule=wsd",
-      "--final-lr-frac=0.5", "--beta1=0.8", "--beta2=.999", "--eps=1e-6", "--weight-decay=0", "--grad-clip=0",
-      "--val-every=0", "--val-sequences=0", "--sample-every=5", "--sample-tokens=6", "--prompt=In the", "--eval-only",
-      "--edq-every=0", "--out=r", "--seed=0", "--overfit-batch"});
+  const Options o = parse({"--precision=bf16",
+                           "--device=cpu",
+                           "--threads=2",
+                           "--model=d12",
+                           "--layers=3",
+                           "--heads=4",
+                           "--channels=64",
+                           "--seq-len=32",
+                           "--vocab-size=257",
+                           "--train-data=a*.bin",
+                           "--val-data=b*.bin",
+                           "--batch-size=7",
+                           "--total-batch-tokens=448",
+                           "--steps=9",
+                           "--lr=1e-3",
+                           "--warmup-steps=2",
+                           "--lr-schedule=wsd",
+                           "--final-lr-frac=0.5",
+                           "--beta1=0.8",
+                           "--beta2=.999",
+                           "--eps=1e-6",
+                           "--weight-decay=0",
+                           "--grad-clip=0",
+                           "--val-every=0",
+                           "--val-sequences=0",
+                           "--sample-every=5",
+                           "--sample-tokens=6",
+                           "--prompt=In the",
+                           "--eval-only",
+                           "--edq-every=0",
+                           "--out=r",
+                           "--seed=0",
+                           "--overfit-batch"});
   EXPECT_EQ(o.precision + o.device + o.model + o.train_data + o.val_data + o.lr_schedule + o.prompt + o.out,
             "bf16cpud12a*.binb*.binwsdIn ther");
   EXPECT_EQ(o.threads, 2);
@@ -113,7 +140,7 @@ TEST(Options, TheLastOfARepeatedFlagWins) {
 }
 
 TEST(Options, NumbersAreReadWhole) {
-  const std::vector<std::string> bad = {"",    " ",   " 1",   "1 ", "+1", "abc",  "0x10",     "1x",    "1,5",  "nan",
+  const std::vector<std::string> bad = {"",    " ",    " 1",   "1 ", "+1", "abc",  "0x10",     "1x",    "1,5",  "nan",
                                         "inf", "-inf", "-nan", "-1", "--", "1\n2", "infinity", "1e999", "1e-3x"};
   for (const auto* names : {&whole_numbers, &real_numbers}) {
     for (const std::string& name : *names) {
@@ -133,11 +160,12 @@ TEST(Options, RangesHoldTheirEndsAndNoMore) {
                            "--vocab-size=1", "--steps=1000000000", "--total-batch-tokens=1000000000"}) {
     EXPECT_EQ(error_of({word}), "");
   }
-  for (const char* word : {"--batch-size=0", "--batch-size=1048577", "--beta1=1", "--beta2=1", "--beta2=0.99999999",
-                           "--lr=-1e-9", "--lr=1001", "--eps=0", "--eps=1e-300", "--final-lr-frac=1.01", "--threads=0",
-                           "--seed=9007199254740992", "--seed=-1", "--vocab-size=0", "--seq-len=0", "--layers=0",
-                           "--heads=0", "--channels=0", "--sample-tokens=0", "--total-batch-tokens=0",
-                           "--steps=1000000001", "--val-every=-1", "--edq-every=-1", "--grad-clip=-1"}) {
+  for (const char* word : {"--batch-size=0",     "--batch-size=1048577", "--beta1=1",         "--beta2=1",
+                           "--beta2=0.99999999", "--lr=-1e-9",           "--lr=1001",         "--eps=0",
+                           "--eps=1e-300",       "--final-lr-frac=1.01", "--threads=0",       "--seed=9007199254740992",
+                           "--seed=-1",          "--vocab-size=0",       "--seq-len=0",       "--layers=0",
+                           "--heads=0",          "--channels=0",         "--sample-tokens=0", "--total-batch-tokens=0",
+                           "--steps=1000000001", "--val-every=-1",       "--edq-every=-1",    "--grad-clip=-1"}) {
     expect_refused({word}, ": found ");
   }
   // What passes as a beta is below 1 in single precision too, where the optimizer works.

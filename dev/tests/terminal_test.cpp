@@ -12,16 +12,25 @@
 namespace {
 
 StepLine example() {
-  return {.step = 10, .steps = 200, .loss = 3.1234, .lr = 3e-4, .grad_norm = 1.23, .tokens_per_s = 12345,
-          .has_quality = true, .edq = 0.998, .lost_frac = 0.123, .eta_s = 92};
+  return {.step = 10,
+          .steps = 200,
+          .loss = 3.1234,
+          .lr = 3e-4,
+          .grad_norm = 1.23,
+          .tokens_per_s = 12345,
+          .has_quality = true,
+          .edq = 0.998,
+          .lost_frac = 0.123,
+          .eta_s = 92};
 }
 
 }  // namespace
 
 TEST(Terminal, StepLine) {
   StepLine line = example();
-  EXPECT_EQ(step_line(line), "step    10/200 | loss 3.1234 | lr 3.00e-04 | norm 1.23 | 12,345 tok/s | edq 0.998 | "
-                             "lost 12.3 % | ETA 1m32s");
+  EXPECT_EQ(step_line(line),
+            "step    10/200 | loss 3.1234 | lr 3.00e-04 | norm 1.23 | 12,345 tok/s | edq 0.998 | "
+            "lost 12.3 % | ETA 1m32s");
   line.eta_s = -1, line.has_quality = false;
   EXPECT_EQ(step_line(line), "step    10/200 | loss 3.1234 | lr 3.00e-04 | norm 1.23 | 12,345 tok/s");
   EXPECT_EQ(val_line(10, 200, 2.5), "val     10/200 | loss 2.5000");
@@ -32,8 +41,16 @@ TEST(Terminal, NeverWiderThan120Columns) {
   const std::vector<double> values = {0, -1e308, 1e308, NAN, inf, -inf, 99999.99999, -1e-300, 1e18};
   for (double a : values) {
     for (double b : values) {
-      StepLine line = {.step = 999999999, .steps = 1000000000, .loss = a, .lr = b, .grad_norm = a, .tokens_per_s = b,
-                       .has_quality = true, .edq = a, .lost_frac = b, .eta_s = a};
+      StepLine line = {.step = 999999999,
+                       .steps = 1000000000,
+                       .loss = a,
+                       .lr = b,
+                       .grad_norm = a,
+                       .tokens_per_s = b,
+                       .has_quality = true,
+                       .edq = a,
+                       .lost_frac = b,
+                       .eta_s = a};
       EXPECT_LE(step_line(line).size(), 120u) << step_line(line);
       EXPECT_NE(step_line(line).find(" | loss "), std::string::npos);
       EXPECT_LE(val_line(999999999, 1000000000, a).size(), 120u);

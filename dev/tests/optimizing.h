@@ -1,0 +1,23 @@
+// What the training loop does in several calls, in one, for tests that want the numbers at once.
+#pragma once
+#include <vector>
+
+#include "kernels/global_norm.cuh"
+#include "mcf/adamw.cuh"
+
+template <class floatX>
+double norm_of(const floatX* grads, const std::vector<Block>& blocks, Device& device) {
+  const BlockList list(blocks, device);
+  double norm = 0;
+  global_norm(
+      &norm, grads, list, Part(0), [](double*) {}, device);
+  return norm;
+}
+
+// One update; its quality sums where asked for. k.clip does not count: it comes from the norm.
+template <class floatX>
+QualitySums update(Optimizer<floatX>& optimizer, floatX* theta, const floatX* grads, const AdamWScalars& k,
+                   double grad_clip, double norm, bool with_quality, Device& device) {
+  optimizer.update(theta, grads, k, grad_clip, &norm, with_quality, device);
+  return with_quality ? optimizer.quality(device) : QualitySums();
+}

@@ -1,0 +1,95 @@
+#!/usr/bin/env python3
+"""The whole GPU path, host half included, on an emulated GPU (dev/tests/simt): TRAIN_GPT is train_gpt_sim.
+
+What it trains must be what --device=cpu of the same binary trains, up to the order of sums.
+"""
+import os
+import unittest
+
+from program import PRECISIONS, ProgramTest, data_flags, run, set_up, tear_down, trained, TINY, Run
+
+GPU = ("--device=cuda", "--edq-every=1")
+CPU = ("--device=cpu", "--edq-every=1")
+
+
+def setUpModule():
+    set_up()
+
+
+def tearDownModule():
+    tear_down()
+
+
+class Training(ProgramTest):
+    def test_every_precision_trains_as_on_the_cpu(self):
+        """Losses of three steps: fp32 sums in other orders, 1e-5; in bf16 a sum near a tie rounds to the neighbour, which
+        moves a loss of 5.5 by less than 1e-3 here. edq and the lost share come from equal arithmetic on such weights."""
+        for precision in PRECISIONS:
+            with self.subTest(precision=precision):
+                flags = ("--precision=" + precision, "--val-every=3")
+                gpu, cpu = trained(*flags, *GPU), trained(*flags, *CPU)
+                bound = 1e-5 if precision == "fp32" else 1e-3
+                for g, c in zip(gpu.column("loss") + gpu.val_losses(), cpu.column("loss") + cpu.val_losses()):
+                    self.assertClose(g, c, bound)
+                for g, c in zip(gpu.column("grad_norm"), cpu.column("grad_norm")):
+                    self.assertClose(g, c, 10 * bound)
+                for g, c in zip(gpu.column("edq"), cpu.column("edq")):
+                    self.assertLess(abs(g - c), 0.02)
+                self.assertEqual(gpu.run["device"], "emulated GPU")
+
+    def test_a_run_repeats_bit_for_bit(self):
+        """Also when streams run as late as they may: every wait that the host needs is there."""
+        first = trained(*GPU).without_times()
+        self.assertEqual(Run(("--steps=3", "--val-every=0") + GPU).without_times(), first)
+        lazy = Run(("--steps=3", "--val-every=0") + GPU, env={"SIMT_STREAMS": "lazy"})
+        self.assertEqual(lazy.without_times(), first)
+
+    def test_recomputation_changes_no_bit(self):
+        runs = [trained(*GPU, "--recompute=" + level).without_times() for level in ("none", "gelu", "layernorm", "block")]
+        for other in runs[1:]:
+            self.assertEqual(other, runs[0])
+
+    def test_micro_batches_add_up(self):
+        """4 sequences at once against 2 + 2: bf16 gradients rounded once more in between."""
+        whole = trained(*GPU, "--batch-size=4")
+        parts = trained(*GPU, "--batch-size=2", "--total-batch-tokens=64")
+        for a, b in zip(whole.column("loss"), parts.column("loss")):
+            self.assertClose(a, b, 1e-3)
+
+    def test_samples_and_odd_shapes(self):
+        r = trained(*GPU, "--steps=1", "--sample-every=1", "--sample-tokens=20", "--prompt=The", "--channels=34",
+                    "--seq-len=15", "--batch-size=1")
+        self.assertIn("The", r.stdout)
+
+
+class BadMachines(ProgramTest):
+    def error(self, env, *flags):
+        done = run(*TINY, *data_flags(), "--steps=1", *flags, env={**os.environ, **env})
+        stderr = done.stderr.decode()
+        self.assertEqual(done.returncode, 1, stderr)
+        self.assertEqual(stderr.count("\n"), 1, stderr)
+        self.assertTrue(stderr.startswith("train_gpt: error: "), stderr)
+        return stderr
+
+    def test_no_gpu_and_no_driver(self):
+        self.assertIn("no GPU on this machine", self.error({"SIMT_DEVICES": "0"}, "--device=cuda"))
+        self.assertIn("no NVIDIA driver", self.error({"SIMT_DEVICES": "-1"}, "--device=cuda"))
+
+    def test_auto_trains_without_one(self):
+        r = Run(("--steps=1", "--val-every=0"), env={"SIMT_DEVICES": "-1"})
+        self.assertIn("no NVIDIA driver on this machine: training on the CPU", r.stdout)
+        self.assertEqual(r.run["device"], "cpu")
+
+    def test_too_little_memory_says_what_fits(self):
+        """The plan refuses before anything is allocated; the batch size that it names must really train."""
+        memory = {"SIMT_MEMORY": str(72 << 20)}
+        message = self.error(memory, *GPU, "--batch-size=400")
+        self.assertIn("--batch-size: 400 needs", message)
+        self.assertIn("weights, gradients and states", message)
+        fits = message.strip().rsplit("=", 1)[1]
+        Run(("--steps=1", "--val-every=0", "--batch-size=" + fits, *GPU), env=memory)
+        self.assertIn("no batch size fits", self.error({"SIMT_MEMORY": str(1 << 20)}, *GPU))
+
+
+if __name__ == "__main__":
+    unittest.main()
