@@ -1,16 +1,25 @@
 # Short commands. They call CMake; `make help` lists them.
 #
-#   CUDA=0                  the CPU program, in a build folder of its own (build-cpu)
+#   CUDA=0                  the CPU program, in a build folder of its own (build-cpu). By default `make` builds for both
+#                           devices where nvcc is found; tests and quickstart only where there is a GPU as well
 #   JOBS=n                  compile and test with n processes (default: one a core)
 #   QUICKSTART_STEPS=n      make quickstart trains n steps (default: about two minutes on 2 cores)
 #   FLAGS="-DWITH_ONEDNN=OFF ..."  further options for CMake
 
 CUDA ?= auto
+GPU := $(shell nvidia-smi -L 2> /dev/null)
+ifneq ($(filter quickstart test tests check bench,$(MAKECMDGOALS)),)
+ifeq ($(GPU),)
+CUDA := 0
+endif
+endif
 JOBS ?= $(shell nproc)
 QUICKSTART_STEPS ?=
 FLAGS ?=
 BUILD := $(if $(filter 0,$(CUDA)),build-cpu,build)
+WITH_CUDA := $(if $(filter 0,$(CUDA)),OFF,AUTO)
 ASAN := build-asan
+TSAN := build-tsan
 COMMA := ,
 
 # Packages that scripts/setup.sh --prefix=.deps unpacked.
@@ -33,14 +42,14 @@ COMPILE = env -u MAKEFLAGS -u MAKELEVEL cmake --build
 
 # Tests run side by side: threads that wait must not keep the core. Only the sum and what failed is shown.
 define RUN_TESTS
-	@echo "running the tests of $(1); all output goes to $(1)/tests.log"
+	@echo "running the tests of $(1)$(if $(2), ($(2))); all output goes to $(1)/tests.log"
 	@OMP_WAIT_POLICY=passive ctest --test-dir $(1) --parallel $(JOBS) --output-on-failure --no-tests=error \
-	  > $(1)/tests.log 2>&1 || \
+	  $(or $(2),-LE 'races|mutation') > $(1)/tests.log 2>&1 || \
 	  { grep -vE ' Passed +[0-9.]+ sec$$|^ +Start +[0-9]+:' $(1)/tests.log | tail -n 200; exit 1; }
 	@grep -E 'tests passed|Total Test time' $(1)/tests.log
 endef
 
-.PHONY: all setup configure tests test check bench quickstart clean help
+.PHONY: all setup configure tests test check check-sanitizers check-races check-mutations check-nvcc check-oracle bench quickstart clean help
 .NOTPARALLEL:
 .DEFAULT_GOAL := all
 
@@ -49,7 +58,7 @@ all: configure
 	@ln -sf $(BUILD)/train_gpt train_gpt
 
 configure:
-	$(call CONFIGURE,$(BUILD),-DWITH_BENCH=OFF)
+	$(call CONFIGURE,$(BUILD),-DWITH_BENCH=OFF -DWITH_CUDA=$(WITH_CUDA))
 
 setup:
 	@scripts/setup.sh $(if $(DEPS),--prefix=.deps)
@@ -61,13 +70,36 @@ tests: setup configure
 test: tests
 	$(call RUN_TESTS,$(BUILD))
 
-check: setup
-	$(call CONFIGURE,$(ASAN),-DSANITIZE=address$(COMMA)undefined -DCMAKE_BUILD_TYPE=RelWithDebInfo)
+# The tests under sanitizers, races between CUDA threads, barriers dropped one by one, what nvcc makes of the kernels.
+check: setup check-sanitizers check-races check-mutations check-nvcc check-oracle
+
+check-sanitizers:
+	$(call CONFIGURE,$(ASAN),-DSANITIZE=address$(COMMA)undefined -DCMAKE_BUILD_TYPE=RelWithDebInfo -DWITH_CUDA=OFF)
 	@$(COMPILE) $(ASAN) --parallel $(JOBS)
 	$(call RUN_TESTS,$(ASAN))
 
+check-races:
+	$(call CONFIGURE,$(TSAN),-DWITH_TSAN=ON -DWITH_CUDA=OFF)
+	@$(COMPILE) $(TSAN) --parallel $(JOBS) --target simt_race_tests kernel_race_tests kernel_tests
+	$(call RUN_TESTS,$(TSAN),-L races)
+
+check-mutations:
+	$(call CONFIGURE,$(TSAN),-DWITH_TSAN=ON -DWITH_CUDA=OFF)
+	@$(COMPILE) $(TSAN) --parallel $(JOBS) --target simt_tests kernel_tests
+	$(call RUN_TESTS,$(TSAN),-L mutation)
+
+# Without nvcc the kernels go unchecked: an error where that would go unnoticed (CI), a line elsewhere.
+check-nvcc:
+	@if command -v nvcc > /dev/null || [ -x /usr/local/cuda/bin/nvcc ]; then \
+	  dev/tests/nvcc_check.sh && dev/tests/ptx_check.sh; \
+	elif [ -n "$$CI" ]; then echo "make check: nvcc not found" >&2; exit 1; \
+	else echo "nvcc not found: the CUDA kernels are not compiled"; fi
+
+check-oracle:
+	@dev/tests/oracle/regenerate.sh --check
+
 bench: setup
-	$(call CONFIGURE,$(BUILD),-DWITH_BENCH=ON)
+	$(call CONFIGURE,$(BUILD),-DWITH_BENCH=ON -DWITH_CUDA=$(WITH_CUDA))
 	@$(COMPILE) $(BUILD) --parallel $(JOBS)
 	@for BENCH in $(BUILD)/bench_*; do [ ! -x $$BENCH ] || { echo "== $$BENCH"; $$BENCH || exit 1; }; done
 
@@ -75,13 +107,13 @@ quickstart: setup all
 	@scripts/quickstart.sh $(QUICKSTART_STEPS)
 
 clean:
-	rm -rf build build-cpu $(ASAN) train_gpt
+	rm -rf build build-cpu $(ASAN) $(TSAN) train_gpt
 
 help:
 	@echo "make              build ./train_gpt"
 	@echo "make quickstart   install packages, build, prepare English text, train a small GPT for two minutes"
 	@echo "make test         install packages, build, run all tests"
-	@echo "make check        all tests under the address and undefined-behaviour sanitizers"
+	@echo "make check        all tests under sanitizers, races and missing barriers of CUDA kernels, nvcc's view of them"
 	@echo "make bench        benchmarks"
 	@echo "make setup        install packages only; without root: scripts/setup.sh --prefix=.deps"
 	@echo "make clean        remove what was built; data/ and runs/ stay"
