@@ -74,7 +74,7 @@ test: tests
 check: setup check-sanitizers check-races check-mutations check-nvcc check-oracle
 
 check-sanitizers:
-	$(call CONFIGURE,$(ASAN),-DSANITIZE=address$(COMMA)undefined -DCMAKE_BUILD_TYPE=RelWithDebInfo -DWITH_CUDA=OFF)
+	$(call CONFIGURE,$(ASAN),-DSANITIZE=address$(COMMA)undefined -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_CXX_FLAGS_RELWITHDEBINFO="-O1 -g1" -DWITH_CUDA=OFF)
 	@$(COMPILE) $(ASAN) --parallel $(JOBS)
 	$(call RUN_TESTS,$(ASAN))
 
