@@ -1,5 +1,6 @@
 #include "runtime/cublaslt_product.h"
 
+#include <algorithm>
 #include <map>
 #include <tuple>
 
@@ -34,8 +35,9 @@ class Plan {
       set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, data_type(b.data));
     }
     const auto layout = [](cublasLtMatrixLayout_t& l, cudaDataType_t type, int rows, int columns, int64_t ld) {
-      CUBLAS_CHECK(
-          cublasLtMatrixLayoutCreate(&l, type, static_cast<uint64_t>(rows), static_cast<uint64_t>(columns), ld));
+      // Of a single row or column the stride says nothing: where both are 1, it may be less than the library wants.
+      CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&l, type, static_cast<uint64_t>(rows), static_cast<uint64_t>(columns),
+                                              std::max<int64_t>(ld, rows)));
     };
     layout(b_layout, data_type(b.data), b.column == 1 ? N : K, b.column == 1 ? K : N, b.column == 1 ? b.row : b.column);
     layout(a_layout, data_type(a.data), a.column == 1 ? K : M, a.column == 1 ? M : K, a.column == 1 ? a.row : a.column);

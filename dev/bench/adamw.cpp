@@ -8,18 +8,11 @@
 #include <memory>
 
 #include "dev/bench/median.h"
+#include "dev/bench/moved_bytes.h"
 #include "mcf/adamw.cuh"
 #include "runtime/random.h"
 
 namespace {
-
-// Bytes that a pass must move for an element: the gradient is read, weight and states are read and written. Beside a
-// master copy the bf16 weight is written only.
-template <class S>
-constexpr int moved_bytes() {
-  constexpr int x = sizeof(typename S::Theta);
-  return 2 * bytes_per_parameter<S>() - x - (starts_as_theta(S::state_names[0]) ? x : 0);
-}
 
 // What is aimed at, in % of the copy's bandwidth.
 template <class S>
