@@ -13,9 +13,10 @@
 #
 # Needs nvcc, g++, cmake, python3 and two header-only libraries, cxxopts and nlohmann-json. Where those are not
 # installed, run scripts/setup.sh --prefix=.deps beforehand, with a network, and bring .deps along. Does without
-# GoogleTest, MPI, NCCL and oneDNN. Goes on after a failure; exit status: 0 all passed, 1 something failed, 2 something is missing.
+# GoogleTest, MPI, NCCL and oneDNN. Goes on after a failure; exit status: 0 all passed, 1 something failed, 2 something
+# is missing.
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit 2
 
 PARTS="tests parity repeat recompute memcheck racecheck attention_adamw ladder training"
 OUT=runs/device_check BIN='' ONLY=${PARTS// /,} SECONDS_LEFT=480 DRY_RUN='' QUICK=''
@@ -27,7 +28,7 @@ for ARG in "$@"; do
     --seconds=[1-9]*) SECONDS_LEFT=${ARG#*=} ;;
     --dry-run) DRY_RUN=yes ;;
     --quick) QUICK=--quick ;;
-    -h|--help) sed -n '2,18s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    -h|--help) sed -n '2,17s/^# \{0,1\}//p' "$0"; exit 0 ;;
     *) echo "device_check.sh: error: unknown argument '$ARG'; see --help" >&2; exit 2 ;;
   esac
 done
@@ -116,16 +117,16 @@ wanted() { [[ ",$ONLY," == *",$1,"* ]]; }
 
 # --- The build ------------------------------------------------------------------------------------------------------
 
+# For the GPU that is here. Where there is none, for one architecture that tells most, not all that a release is for.
+ARCHITECTURE=$(ask_gpu compute_cap | tr -d .)
+ARCHITECTURE=${ARCHITECTURE:-90}
 build() {
-  # Without a GPU there is no present architecture: one that tells most, instead of all that a release is built for.
-  local ARCHITECTURE=${ARCHITECTURE:-}
-  if [ -z "$ARCHITECTURE" ] && [ -z "$GPU" ]; then ARCHITECTURE=90; fi
   cmake -S . -B build-device -DWITH_CUDA=ON -DWITH_TESTS=OFF -DWITH_BENCH=OFF ${DEPS:+-DDEPS="$DEPS"} \
-    ${ARCHITECTURE:+-DCMAKE_CUDA_ARCHITECTURES="$ARCHITECTURE"} &&
+    -DCMAKE_CUDA_ARCHITECTURES="$ARCHITECTURE" &&
     cmake --build build-device --parallel "$JOBS" --target device_programs
 }
 export -f build
-export DEPS GPU JOBS
+export ARCHITECTURE DEPS JOBS
 if [ -z "$BIN" ]; then
   BIN=$PWD/build-device
   if [ -n "$DRY_RUN" ]; then

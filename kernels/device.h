@@ -165,6 +165,7 @@ class Device {
   // way.
   template <class T>
   void upload(T* to, const T* from, size_t n) {
+    if (n == 0) return;
     if (!is_cuda()) return void(memcpy(to, from, n * sizeof(T)));
     const size_t bytes = n * sizeof(T);
     Staging& s = staging_[next_staging_++ % staging_.size()];
@@ -183,6 +184,7 @@ class Device {
   // n elements from the device to host memory. Waits for all work before it.
   template <class T>
   void download(T* to, const T* from, size_t n) {
+    if (n == 0) return;
     if (!is_cuda()) return void(memcpy(to, from, n * sizeof(T)));
     CUDA_CHECK(cudaMemcpyAsync(to, from, n * sizeof(T), cudaMemcpyDeviceToHost, stream_));
     CUDA_CHECK(cudaStreamSynchronize(stream_));

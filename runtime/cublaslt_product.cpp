@@ -95,7 +95,7 @@ void multiply(Out* out, const Matrix<floatX>& a, const Matrix<floatX>& b, const 
   const auto address = [](const void* p) { return reinterpret_cast<uintptr_t>(p); };
   const size_t alignment = common_alignment({address(out), address(a.data), address(b.data)});
   using Key = std::tuple<int, int, int, int64_t, int64_t, int64_t, int64_t, bool, bool, size_t>;
-  static std::map<Key, Plan> plans;
+  static auto& plans = *new std::map<Key, Plan>;
   const Key key{M, N, K, a.row, a.column, b.row, b.column, bias != nullptr, accumulate, alignment};
   auto plan = plans.find(key);
   if (plan == plans.end())
