@@ -3,7 +3,7 @@
 # scripts/quickstart.sh [steps]; without steps it takes about two minutes on 2 cores.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-STEPS=${1:-400}
+STEPS=${1:-300}
 OUT=runs/quickstart
 
 python3 scripts/prepare_data.py kjv

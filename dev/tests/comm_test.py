@@ -158,7 +158,7 @@ class Ranks(ProgramTest):
     def test_losses_over_the_number_of_ranks(self):
         """What changes is where gradients are rounded: bf16, after each micro-batch's addition on one rank (2^-9 of
         it), once after the sum over ranks. Adam turns small gradients into full-sized updates. The bounds are those of
-        accumulation in training_test.py, for the same reason; measured here: norm 2e-4, last loss 3e-6."""
+        accumulation in training_test.py, for the same reason."""
         for precision in self.precisions:
             norm, last = (1e-5, 1e-5) if precision == "fp32" else (2e-3, 1e-3)
             one = self.trained(1, "--precision=" + precision)
