@@ -111,19 +111,7 @@ void expect_trajectory(const std::string& name, bool with_quality) {
 
 template <class S>
 class StrategyAdamW : public testing::Test {};
-template <class T>
-struct AsTypes;
-template <class... S>
-struct AsTypes<std::tuple<S...>> {
-  using type = testing::Types<S...>;
-};
-struct Names {
-  template <class S>
-  static std::string GetName(int) {
-    return S::name;
-  }
-};
-TYPED_TEST_SUITE(StrategyAdamW, AsTypes<Strategies>::type, Names);
+TYPED_TEST_SUITE(StrategyAdamW, StrategyTypes, StrategyNames);
 
 TYPED_TEST(StrategyAdamW, EqualsTheOracleBitForBit) {
   for (const auto& name : cases) expect_trajectory<TypeParam>(name, false);

@@ -11,6 +11,7 @@
 #include <limits>
 #include <nlohmann/json.hpp>
 
+#include "dev/tests/temp_dir.h"
 #include "runtime/error.h"
 
 namespace fs = std::filesystem;
@@ -20,12 +21,8 @@ namespace {
 
 // A folder of its own for each test, gone afterwards.
 struct MetricsTest : testing::Test {
-  fs::path folder;
-  MetricsTest() {
-    std::string name = (fs::temp_directory_path() / "metrics_test.XXXXXX").string();
-    folder = mkdtemp(name.data());
-  }
-  ~MetricsTest() override { fs::remove_all(folder); }
+  TempDir temp;
+  fs::path folder{temp.path};
 };
 
 std::vector<std::string> lines_of(const fs::path& file) {
@@ -36,12 +33,7 @@ std::vector<std::string> lines_of(const fs::path& file) {
 }
 
 std::string error_of(const fs::path& folder) {
-  try {
-    Metrics metrics(folder.string());
-  } catch (const RunError& error) {
-    return error.what();
-  }
-  return "";
+  return message_of<RunError>([&] { Metrics metrics(folder.string()); });
 }
 
 }  // namespace

@@ -1,9 +1,28 @@
-// What the training loop does in several calls, in one, for tests that want the numbers at once.
+// For tests of the optimizer: every strategy as a typed test, and what the training loop does in several calls in one.
 #pragma once
+#include <gtest/gtest.h>
+
+#include <string>
+#include <tuple>
 #include <vector>
 
 #include "kernels/global_norm.cuh"
 #include "mcf/adamw.cuh"
+
+// TYPED_TEST_SUITE(Suite, StrategyTypes, StrategyNames): each test once a strategy.
+template <class T>
+struct AsTypes;
+template <class... S>
+struct AsTypes<std::tuple<S...>> {
+  using type = testing::Types<S...>;
+};
+using StrategyTypes = AsTypes<Strategies>::type;
+struct StrategyNames {
+  template <class S>
+  static std::string GetName(int) {
+    return S::name;
+  }
+};
 
 template <class floatX>
 double norm_of(const floatX* grads, const std::vector<Block>& blocks, Device& device) {

@@ -106,19 +106,7 @@ std::vector<uint8_t> on_the_gpu(const Tensors& tensors, const Steps& steps, std:
 
 template <class S>
 class AdamWKernel : public testing::Test {};
-template <class T>
-struct AsTypes;
-template <class... S>
-struct AsTypes<std::tuple<S...>> {
-  using type = testing::Types<S...>;
-};
-struct Names {
-  template <class S>
-  static std::string GetName(int) {
-    return S::name;
-  }
-};
-TYPED_TEST_SUITE(AdamWKernel, AsTypes<Strategies>::type, Names);
+TYPED_TEST_SUITE(AdamWKernel, StrategyTypes, StrategyNames);
 
 // Double sums of 15,000 terms in two orders: 1e-12 of the sum of magnitudes, which Cauchy and Schwarz bound for ue.
 void expect_same(const QualitySums& got, const QualitySums& want, const std::string& where) {
