@@ -9,7 +9,9 @@
 #include <filesystem>
 #include <memory>
 #include <numbers>
+#include <numeric>
 #include <optional>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -20,9 +22,11 @@
 #include "kernels/fused_classifier.cuh"
 #include "kernels/gelu.cuh"
 #include "kernels/global_norm.cuh"
+#include "kernels/gradient_sum.cuh"
 #include "kernels/layernorm.cuh"
 #include "kernels/matmul.cuh"
 #include "mcf/adamw.cuh"
+#include "mcf/shadow.cuh"
 #include "runtime/comm.h"
 #include "runtime/gpu_peak.h"
 #include "runtime/metrics.h"
@@ -50,18 +54,24 @@ struct Parameter {
 
 struct ParameterTable {
   std::vector<Parameter> parameters;
-  std::vector<Block> blocks;  // of all tensors: what the optimizer and the norm work on
-  size_t elements = 0;        // of the flat buffer, alignment and padding included
-  int64_t count = 0;          // parameters of the model, without them
+  std::vector<Block> blocks;        // of all tensors: what the optimizer and the norm work on
+  std::vector<std::string> groups;  // that quality is told for: embeddings, h0.attn, h0.mlp, h0.norms, ..., ln_f
+  std::vector<size_t> block_group;  // of each block
+  size_t elements = 0;              // of the flat buffer, alignment and padding included
+  int64_t count = 0;                // parameters of the model, without them
 };
 
 ParameterTable parameter_table(const ModelConfig& c) {
   ParameterTable table;
+  std::string group = "embeddings";
   const auto add = [&](std::string name, int64_t rows, int64_t columns, Init init, int64_t used_rows = -1) {
     const bool matrix = init == Init::normal || init == Init::residual;
     if (used_rows < 0) used_rows = rows;
     table.parameters.push_back({std::move(name), rows, columns, used_rows, init, matrix, table.elements});
     append_blocks(table.blocks, table.elements, static_cast<size_t>(rows * columns), matrix);
+    const auto known = std::find(table.groups.begin(), table.groups.end(), group);
+    table.block_group.resize(table.blocks.size(), static_cast<size_t>(known - table.groups.begin()));
+    if (known == table.groups.end()) table.groups.push_back(group);
     const size_t n = static_cast<size_t>(rows * columns);
     table.elements += (n + tensor_alignment - 1) / tensor_alignment * tensor_alignment;
     table.count += used_rows * columns;
@@ -71,19 +81,25 @@ ParameterTable parameter_table(const ModelConfig& c) {
   add("wpe.weight", c.max_T, C, Init::normal);
   for (int l = 0; l < c.L; l++) {
     const std::string h = strf("h.%d.", l);
+    const auto in_group = [&](const char* part) { group = strf("h%d.%s", l, part); };
+    in_group("norms");
     add(h + "ln_1.weight", C, 1, Init::ones);
     add(h + "ln_1.bias", C, 1, Init::zeros);
+    in_group("attn");
     add(h + "attn.c_attn.weight", 3 * C, C, Init::normal);
     add(h + "attn.c_attn.bias", 3 * C, 1, Init::zeros);
     add(h + "attn.c_proj.weight", C, C, Init::residual);
     add(h + "attn.c_proj.bias", C, 1, Init::zeros);
+    in_group("norms");
     add(h + "ln_2.weight", C, 1, Init::ones);
     add(h + "ln_2.bias", C, 1, Init::zeros);
+    in_group("mlp");
     add(h + "mlp.c_fc.weight", 4 * C, C, Init::normal);
     add(h + "mlp.c_fc.bias", 4 * C, 1, Init::zeros);
     add(h + "mlp.c_proj.weight", C, 4 * C, Init::residual);
     add(h + "mlp.c_proj.bias", C, 1, Init::zeros);
   }
+  group = "ln_f";
   add("ln_f.weight", C, 1, Init::ones);
   add("ln_f.bias", C, 1, Init::zeros);
   return table;
@@ -516,6 +532,140 @@ std::vector<int32_t> sample(GPT<floatX>& model, std::vector<int32_t> tokens, con
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// Around the optimizer: others that listen to the same gradients, what each lost, a change of precision.
+
+// An optimizer and the weights that it updates. The run's own has the model's; one of --lockstep has a copy of them.
+template <class floatX>
+struct Listener {
+  std::string prefix;  // of its keys in metrics.jsonl; "" for the run's own
+  floatX* params;
+  std::unique_ptr<Optimizer<floatX>> optimizer;
+  Buffer<floatX> copy;
+};
+
+// "collage_plus" or "collage_plus:fused": a precision and, where it is not --mcf's, a mode.
+struct PrecisionName {
+  std::string precision, mode;
+};
+PrecisionName parse_precision(const char* flag, const std::string& text, const std::string& default_mode) {
+  const size_t colon = text.find(':');
+  const PrecisionName name{text.substr(0, colon), colon == text.npos ? default_mode : text.substr(colon + 1)};
+  const bool known_mode = name.mode == "strict" || name.mode == "fused" || name.mode == "as-released";
+  if (!known_mode || !with_strategy(name.precision, name.mode, []<class S>() {}))
+    USAGE_ERROR("--%s: found %s, expected a --precision, perhaps with a --mcf: collage_plus or collage_plus:fused",
+                flag, in_quotes(text).c_str());
+  return name;
+}
+
+template <class floatX>
+std::unique_ptr<Optimizer<floatX>> make_optimizer(const char* flag, const PrecisionName& name, const floatX* params,
+                                                  const BlockList& blocks, const Part& part, Device& device) {
+  auto optimizer = make_optimizer(name.precision, name.mode, params, blocks, part, device);
+  if (!optimizer)
+    USAGE_ERROR("--%s: %s has %s weights and gradients, this run has %s; fp32 goes with none of the others", flag,
+                name.precision.c_str(), sizeof(floatX) == 2 ? "fp32" : "bf16", sizeof(floatX) == 2 ? "bf16" : "fp32");
+  return optimizer;
+}
+
+// The run's own optimizer, and those of --lockstep.
+template <class floatX>
+std::vector<Listener<floatX>> make_listeners(const Options& o, GPT<floatX>& model, const Part& part, Device& device) {
+  std::vector<Listener<floatX>> listeners;
+  listeners.push_back({"",
+                       model.params(),
+                       make_optimizer("precision", {o.precision, o.mcf}, model.params(), model.blocks, part, device),
+                       {}});
+  std::istringstream names(o.lockstep);
+  for (std::string name; std::getline(names, name, ',');) {
+    Listener<floatX> l{"lockstep." + name + ".", nullptr, nullptr, {}};
+    for (const auto& other : listeners)
+      if (other.prefix == l.prefix) USAGE_ERROR("--lockstep: found %s twice", in_quotes(name).c_str());
+    l.optimizer = make_optimizer("lockstep", parse_precision("lockstep", name, o.mcf), model.params(), model.blocks,
+                                 part, device);
+    l.copy = Buffer<floatX>(device, Memory::states, model.table.elements);
+    l.params = l.copy;
+    std::vector<floatX> initial(model.table.elements);
+    device.download(initial.data(), model.params(), initial.size());
+    device.upload(l.params, initial.data(), initial.size());
+    listeners.push_back(std::move(l));
+  }
+  return listeners;
+}
+
+void add_quality(Record& r, const std::string& prefix, const QualitySums& q) {
+  r.add_if_computed(prefix + "edq", q.edq()).add_if_computed(prefix + "edq_hi", q.edq_hi());
+  r.add(prefix + "update_norm", q.update_norm()).add(prefix + "effective_norm", q.effective_norm());
+  r.add(prefix + "effective_norm_hi", q.effective_norm_hi()).add(prefix + "lost_frac", q.lost_frac());
+  r.add(prefix + "lost_frac_hi", q.lost_frac_hi()).add(prefix + "lost_decay_frac", q.lost_decay_frac());
+  r.add(prefix + "stale_v_frac", q.stale_v_frac());
+}
+
+// --switch=STEP:PRECISION.
+struct Switch {
+  int64_t step;  // after so many; -1 = never
+  PrecisionName to;
+};
+Switch parse_switch(const Options& o) {
+  if (o.switch_precision.empty()) return {-1, {}};
+  const size_t colon = o.switch_precision.find(':'), digits = o.switch_precision.find_first_not_of("0123456789");
+  const int64_t step = colon > 0 && colon < 12 && digits == colon ? std::stoll(o.switch_precision) : 0;
+  if (step < 1 || step >= o.steps)
+    USAGE_ERROR("--switch: found %s, expected STEP:PRECISION with a step from 1 to %lld",
+                in_quotes(o.switch_precision).c_str(), static_cast<long long>(o.steps - 1));
+  return {step, parse_precision("switch", o.switch_precision.substr(colon + 1), o.mcf)};
+}
+
+// Makes the optimizer one of another precision that goes on from the same weights and moments. A state that both have
+// is copied as it is; the others hold the nearest that they can. Returns a line that says what was rounded.
+template <class floatX>
+std::string switch_precision(Listener<floatX>& l, const PrecisionName& to, const BlockList& blocks, const Part& part,
+                             Device& device, Comm& comm) {
+  auto next = make_optimizer("switch", to, l.params, blocks, part, device);
+  struct {
+    const char* name;
+    double rounded = 0, error = 0, size = 0;
+  } changes[] = {{"weights"}, {"m"}, {"v"}};
+  double elements = 0;
+  for (size_t begin = part.begin, n; begin < part.end; begin += n) {
+    n = std::min(part.end - begin, size_t{1} << 20);
+    std::vector<size_t> places(n);
+    std::iota(places.begin(), places.end(), begin);
+    Buffer<size_t> at(device, Memory::workspace, n);
+    device.upload(at.data(), places.data(), n);
+    const auto before = l.optimizer->values(l.params, at, n, device);
+    next->set_values(l.params, begin, before, device);
+    for (const auto& from : l.optimizer->states())
+      for (const auto& into : next->states())
+        if (!strcmp(from.name, into.name) && from.element_bytes == into.element_bytes) {
+          const size_t first = (begin - part.begin) * from.element_bytes;
+          std::vector<char> bytes(n * from.element_bytes);
+          device.download(bytes.data(), static_cast<const char*>(from.data) + first, bytes.size());
+          device.upload(static_cast<char*>(into.data) + first, bytes.data(), bytes.size());
+        }
+    const auto after = next->values(l.params, at, n, device);
+    const auto compare = [&](auto& change, const std::vector<double>& was, const std::vector<double>& is) {
+      for (size_t i = 0; i < n; i++) {
+        change.rounded += is[i] != was[i];
+        change.error += (is[i] - was[i]) * (is[i] - was[i]), change.size += was[i] * was[i];
+      }
+    };
+    compare(changes[0], before.weight, after.weight);
+    compare(changes[1], before.m, after.m), compare(changes[2], before.v, after.v);
+    elements += static_cast<double>(n);
+  }
+  l.optimizer = std::move(next);
+  std::string line = "now in " + to.precision;
+  elements = comm.sum(elements);
+  for (const auto& c : changes) {
+    const double rounded = comm.sum(c.rounded), error = comm.sum(c.error), size = comm.sum(c.size);
+    line += rounded == 0 ? strf("; %s exact", c.name)
+                         : strf("; %s rounded in %.2g %% (error %.1e of their norm)", c.name, 100 * rounded / elements,
+                                std::sqrt(error / std::max(size, 1e-300)));
+  }
+  return line;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // The run.
 
 struct Data {
@@ -582,7 +732,8 @@ void check_memory(const Options& o, const ModelConfig& config, int bytes_per_par
                                 : "no batch size fits: take a smaller --model, --recompute=block, or --zero=1";
   RUN_ERROR("--batch-size: %d needs %s of GPU memory (weights, gradients and states %s), %s are free; %s", o.batch_size,
             human_bytes(static_cast<double>(needed(o.batch_size))).c_str(),
-            human_bytes(static_cast<double>(fixed)).c_str(), human_bytes(static_cast<double>(free)).c_str(), hint.c_str());
+            human_bytes(static_cast<double>(fixed)).c_str(), human_bytes(static_cast<double>(free)).c_str(),
+            hint.c_str());
 }
 
 template <class floatX>
@@ -612,15 +763,25 @@ void train(Options o, const ModelConfig& config, Data& data, const std::string& 
           static_cast<long long>(data.train->sequences()), static_cast<long long>(step_sequences));
   }
   if (o.edq_every < 0) o.edq_every = device.is_cuda() ? 10 : 1;
+  if (o.shadow < 0) o.shadow = o.lockstep.empty() ? 0 : 1024;
+  if (o.edq_every == 0 && (o.shadow || !o.lockstep.empty()))
+    USAGE_ERROR("--%s: needs --edq-every, which is 0: nothing of it would be written",
+                o.shadow ? "shadow" : "lockstep");
+  if (sizeof(floatX) == 4 && o.grad_accum != "bf16")
+    USAGE_ERROR("--grad-accum: found %s with --precision=fp32, whose gradients are fp32; leave it out",
+                o.grad_accum.c_str());
+  const Switch to = parse_switch(o);
   const std::vector<int32_t> prompt = prompt_tokens(o, data.tokenizer, config.V);
 
   const double start = now();
   check_memory<floatX>(o, config, bytes_per_param, comm.ranks(), device);
   GPT<floatX> model(config, B, T, recompute_level(o.recompute), o.seed, device);
-  std::unique_ptr<Optimizer<floatX>> optimizer;
   const Cut cut = cut_blocks(model.table.blocks, model.table.elements, comm.ranks());
   const Part part = o.zero ? cut.part(comm.rank()) : Part(model.table.elements);
-  if (!o.eval_only) optimizer = make_optimizer(o.precision, model.params(), model.blocks, part, device);
+  std::vector<Listener<floatX>> listeners;
+  if (!o.eval_only) listeners = make_listeners(o, model, part, device);
+  Shadow<floatX> shadow(o.eval_only ? 0 : o.shadow, model.params(), model.blocks, part, device);
+  GradientSum gradient_sum(micro_batches > 1 && !o.eval_only ? o.grad_accum : "bf16", model.table.elements, device);
   const double peak = comm.sum(device.is_cuda() ? gpu_peak_flops(device.properties().name, sizeof(floatX) == 2)
                                                 : measured_product_peak(sizeof(floatX) == 2, device));  // of all ranks
   const std::vector<std::string> devices = comm.list_devices(
@@ -649,7 +810,10 @@ void train(Options o, const ModelConfig& config, Data& data, const std::string& 
   printf("model      %s: %d layers, %d channels, %d heads, T = %d, vocabulary %d (padded to %d), %s parameters\n",
          o.model.c_str(), config.L, config.C, config.NH, T, config.V, config.Vp,
          human_count(model.table.count).c_str());
-  printf("precision  %s: %s, %d bytes a parameter with its gradient\n", o.precision.c_str(), meaning, bytes_per_param);
+  printf("precision  %s%s: %s, %d bytes a parameter with its gradient\n", o.precision.c_str(),
+         o.mcf == "strict" ? "" : (" " + o.mcf).c_str(), meaning, bytes_per_param);
+  if (!o.lockstep.empty()) printf("           in lock-step, fed with its gradients: %s\n", o.lockstep.c_str());
+  if (o.shadow) printf("           compared with fp64 AdamW on one weight in %s\n", human_count(o.shadow).c_str());
   if (data.train) printf("train      %s\n", describe(*data.train).c_str());
   printf("val        %s\n", data.val ? describe(*data.val).c_str() : "none: no --val-data");
   if (data.train && data.val)
@@ -708,6 +872,11 @@ void train(Options o, const ModelConfig& config, Data& data, const std::string& 
   int64_t updates = 0;
   for (int64_t step = 0; step < o.steps; step++) {
     const double step_start = now();
+    if (step == to.step) {
+      const std::string line = switch_precision(listeners[0], to.to, model.blocks, part, device, comm);
+      printf("switch after step %lld: %s\n", static_cast<long long>(step), line.c_str());
+      if (o.zero) comm.all_gather(model.params(), cut.elements), comm.wait();
+    }
     model.zero_gradients();
     for (int64_t micro = first_micro_batch; micro < first_micro_batch + micro_batches; micro++) {
       const int64_t first = (o.overfit_batch ? 0 : step * step_sequences) + micro * B;
@@ -718,6 +887,7 @@ void train(Options o, const ModelConfig& config, Data& data, const std::string& 
       const bool last = micro + 1 == first_micro_batch + micro_batches;
       model.loss_and_backward(batch.tokens.data(), batch.targets.data(),
                               1.0f / static_cast<float>(o.total_batch_tokens), B, T, [&](size_t begin, size_t end) {
+                                if (gradient_sum.active()) gradient_sum.add(model.grads(), begin, end, last, device);
                                 if (last) comm.reduce_scatter(model.grads(), begin, end, cut);
                               });
     }
@@ -736,26 +906,53 @@ void train(Options o, const ModelConfig& config, Data& data, const std::string& 
     // changes no state, and the bias correction does not count it.
     const double lr = learning_rate(o, step, o.steps);
     const bool with_quality = o.edq_every && (step + 1) % o.edq_every == 0;
-    const AdamWScalars k = adamw_scalars(lr, o.beta1, o.beta2, o.eps, o.weight_decay, o.grad_clip, 0, updates + 1);
-    optimizer_watch.start();
-    optimizer->update(model.params(), model.grads(), k, o.grad_clip, grad_norm.data(), with_quality, device);
-    optimizer_watch.stop();
+    const AdamWScalars k =
+        adamw_scalars(lr, o.beta1, o.beta2, o.eps, o.weight_decay, o.grad_clip, 0, updates + 1, o.seed);
+    for (auto& l : listeners) {
+      if (&l == &listeners[0]) optimizer_watch.start();
+      l.optimizer->update(l.params, model.grads(), k, o.grad_clip, grad_norm.data(), with_quality, device);
+      if (&l == &listeners[0]) optimizer_watch.stop();
+      if (o.zero && with_quality) comm.all_gather(l.optimizer->block_sums(), cut.blocks);
+    }
     if (o.zero) {
       comm.all_gather(model.params(), cut.elements);
-      if (with_quality) comm.all_gather(optimizer->block_sums(), cut.blocks);
       comm.wait();
     }
     const double loss = sum_of_losses(model, comm, shares(step_micro_batches, comm.ranks())) /
                         static_cast<double>(o.total_batch_tokens);
     double norm = 0;
     device.download(&norm, grad_norm.data(), 1);
-    const QualitySums quality = with_quality ? optimizer->quality(device) : QualitySums();
     const bool finite = std::isfinite(norm);
-    if (finite)
+    if (finite) {
       updates++;
-    else
+      const double clip = o.grad_clip > 0 && norm > o.grad_clip ? o.grad_clip / norm : 1;
+      shadow.update(model.grads(), lr, o.beta1, o.beta2, o.eps, o.weight_decay, clip, updates, device);
+    } else {
       printf("step %lld: the gradient is not finite (loss %g): update skipped\n", static_cast<long long>(step + 1),
              loss);
+    }
+    QualitySums quality;  // of the run's own optimizer
+    Record details;
+    for (auto& l : listeners) {
+      if (!with_quality || !finite) break;
+      const std::vector<QualitySums> blocks = l.optimizer->quality(device);
+      QualitySums all;
+      std::vector<QualitySums> groups(model.table.groups.size());
+      for (size_t b = 0; b < blocks.size(); b++) all += blocks[b], groups[model.table.block_group[b]] += blocks[b];
+      add_quality(details, l.prefix, all);
+      if (o.shadow) {
+        std::vector<DriftSums> drifts = shadow.compare(*l.optimizer, l.params, device);
+        if (o.zero) comm.share(drifts.data(), cut.blocks);
+        DriftSums d;
+        for (const auto& block : drifts) d += block;
+        details.add_if_computed(l.prefix + "drift_theta", drift(d.weight, d.travelled));
+        details.add_if_computed(l.prefix + "drift_m", drift(d.m, d.m_size));
+        details.add_if_computed(l.prefix + "drift_v", drift(d.v, d.v_size));
+      }
+      if (&l != &listeners[0]) continue;
+      quality = all;
+      for (size_t g = 0; g < groups.size(); g++) add_quality(details, model.table.groups[g] + ".", groups[g]);
+    }
     const double seconds = now() - step_start;
 
     Record r;
@@ -765,12 +962,8 @@ void train(Options o, const ModelConfig& config, Data& data, const std::string& 
     r.add("step_ms", seconds * 1e3).add("optimizer_ms", optimizer_watch.ms());
     if (peak > 0) r.add("mfu", step_flops / seconds / peak);
     if (!finite) r.add("skipped", true);
-    if (with_quality && finite) {
-      r.add_if_computed("edq", quality.edq()).add_if_computed("edq_hi", quality.edq_hi());
-      r.add("update_norm", quality.update_norm()).add("effective_norm", quality.effective_norm());
-      r.add("effective_norm_hi", quality.effective_norm_hi()).add("lost_frac", quality.lost_frac());
-      r.add("lost_frac_hi", quality.lost_frac_hi()).add("stale_v_frac", quality.stale_v_frac());
-    }
+    if (step == to.step) r.add("switched_to", to.to.precision);
+    for (const auto& field : details.fields) r.fields.push_back(field);
     StepLine line{step + 1,
                   o.steps,
                   loss,
@@ -813,7 +1006,7 @@ void run(int argc, char** argv, Comm& comm) {
     if (*set) comm.require_same("data", strf("%s, vocabulary %d", describe(**set).c_str(), config.V));
   Device device(cuda ? DeviceKind::cuda : DeviceKind::cpu, cuda ? comm.local_rank() % gpus : 0,
                 comm.threads(o.threads));
-  with_strategy(o.precision, [&]<class S>() {
+  with_strategy(o.precision, o.mcf, [&]<class S>() {
     train<typename S::Theta>(o, config, data, command_line(argc, argv), bytes_per_parameter<S>(), S::meaning,
                              why_no_gpu, device, comm);
   });

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "kernels/device.h"
+#include "kernels/gather.cuh"
 #include "mcf/adamw_kernel.cuh"
 #include "mcf/quality.cuh"
 #include "mcf/strategies.h"
@@ -25,6 +26,10 @@ class Optimizer {
     size_t element_bytes;
     void* data;  // as many elements as the part, on the device
   };
+  // Full values of elements, in double whatever the strategy stores.
+  struct Values {
+    std::vector<double> weight, m, v;
+  };
   virtual ~Optimizer() = default;
 
   // Updates its part of params (and the states) with the gradients; both are whole flat buffers. k: the step's scalars;
@@ -36,14 +41,17 @@ class Optimizer {
   // What the last update did to each block of its part, where it was asked for: (blocks), on the device. Other ranks
   // put theirs beside it.
   QualitySums* block_sums() const { return block_sums_.data(); }
-  // Their sum in the order of the blocks. Waits for the device.
-  QualitySums quality(Device& device) const {
+  // The same in host memory. Waits for the device.
+  std::vector<QualitySums> quality(Device& device) const {
     std::vector<QualitySums> blocks(block_sums_.size());
     device.download(blocks.data(), block_sums_.data(), blocks.size());
-    QualitySums sums;
-    for (const auto& block : blocks) sums += block;
-    return sums;
+    return blocks;
   }
+
+  // Reads n elements of its part; at (n), on the device: their places in the flat buffer. Waits for the device.
+  virtual Values values(const floatX* params, const size_t* at, size_t n, Device& device) const = 0;
+  // Sets the elements of its part from place `begin` on, weights in params included, to the nearest that can be stored.
+  virtual void set_values(floatX* params, size_t begin, const Values& values, Device& device) = 0;
 
   const std::vector<State>& states() const { return states_; }
 
@@ -55,39 +63,47 @@ class Optimizer {
 // One element; gives the intended update. Not written inside the simd loop, since g++ 12 keeps a loop scalar that
 // declares variables whose address is taken; here they are gone once the call is inlined.
 template <class S, class... T>
-[[gnu::always_inline]] inline float adamw_element(const AdamWScalars& k, const typename S::Theta& grad,
+[[gnu::always_inline]] inline float adamw_element(const AdamWScalars& k, uint64_t r, const typename S::Theta& grad,
                                                   typename S::Theta& theta, T&... states) {
   float u, theta_now = to_float(theta);
   std::tuple now(to_float(states)...);
-  std::apply([&](auto&... s) { S::update(k, to_float(grad), u, theta_now, s...), (store_grid(states, s), ...); }, now);
+  std::apply([&](auto&... s) { S::update(k, r, to_float(grad), u, theta_now, s...), (store_grid(states, s), ...); },
+             now);
   store_grid(theta, theta_now);
   return u;
 }
 
-// One block on the CPU, in runs that stay in the L1 cache. s...: the states' elements from the block's first on.
+// One block on the CPU, in runs that stay in the L1 cache. place: of its first element in the flat buffer. s...: the
+// states' elements from there on.
 template <class S, bool with_quality, class... T>
-QualitySums adamw_block_cpu(const AdamWScalars& scalars, const typename S::Theta* __restrict grad,
+QualitySums adamw_block_cpu(const AdamWScalars& scalars, size_t place, const typename S::Theta* __restrict grad,
                             typename S::Theta* __restrict theta, size_t n, T* __restrict... s) {
   constexpr size_t run = UpdateTrace<S>::size;
-  constexpr bool strict = std::is_same_v<std::tuple_element_t<0, typename S::States>, bf16>;
   const AdamWScalars k = scalars;  // a local copy can't alias the arrays
   QualitySums sums;
   UpdateTrace<S> trace;
   uint8_t bytes[run];
+  uint64_t random[S::stochastic ? run : 1];
   for (size_t begin = 0; begin < n; begin += run) {
     const size_t count = std::min(run, n - begin);
     if constexpr (with_quality) trace.start(count, theta + begin, s + begin...);
+    if constexpr (S::stochastic) {
+#pragma omp simd
+      for (size_t i = 0; i < count; i++) random[i] = random_bits_of(k, place + begin + i);
+    }
 #pragma omp simd
     for (size_t i = 0; i < count; i++) {
-      const float u = adamw_element<S>(k, grad[begin + i], theta[begin + i], s[begin + i]...);
+      const float u =
+          adamw_element<S>(k, random[S::stochastic ? i : 0], grad[begin + i], theta[begin + i], s[begin + i]...);
       if constexpr (with_quality) trace.u[i] = u;
       // Read by nobody. An array of bytes makes g++ take 32 elements at a time, four AVX2 vectors side by side, where
       // two leave the processor waiting for results: an element's operations are one long chain. 1.94 to 1.63 ns an
       // element for bf16, 2.81 to 2.18 for collage_light, 4.25 to 3.05 for collage_plus (Zen 3, one thread, in cache).
-      if constexpr (strict) bytes[i] = static_cast<uint8_t>(grad[begin + i].bits);
+      if constexpr (S::rounds_each_operation) bytes[i] = static_cast<uint8_t>(grad[begin + i].bits);
     }
-    if constexpr (strict) asm volatile("" : : "r"(bytes) : "memory");  // else the compiler leaves the bytes out
-    if constexpr (with_quality) sums += trace.sums(count, grad + begin, theta + begin, s + begin...);
+    if constexpr (S::rounds_each_operation)
+      asm volatile("" : : "r"(bytes) : "memory");  // else the compiler leaves the bytes out
+    if constexpr (with_quality) sums += trace.sums(count, k.lw != 0, grad + begin, theta + begin, s + begin...);
   }
   return sums;
 }
@@ -100,6 +116,7 @@ class AdamW<S, std::tuple<T...>> final : public Optimizer<typename S::Theta> {
   using floatX = typename S::Theta;
 
  public:
+  using Values = typename Optimizer<floatX>::Values;
   // part: the blocks that this optimizer owns and has states for. params: the initial weights, the whole flat buffer,
   // which a master copy starts from.
   AdamW(const floatX* params, const BlockList& blocks, const Part& part, Device& device)
@@ -109,8 +126,25 @@ class AdamW<S, std::tuple<T...>> final : public Optimizer<typename S::Theta> {
         step_(device, Memory::workspace, 1) {
     this->block_sums_ = Buffer<QualitySums>(device, Memory::workspace, blocks.host.size());
     part_.last_block = std::min(part.last_block, blocks.host.size());
-    int index = 0;
-    std::apply([&](auto&... array) { (add_state(index++, array, params, device), ...); }, arrays_);
+    size_t index = 0;
+    std::apply(
+        [&](auto&... array) {
+          (this->states_.push_back({S::state_names[index++], sizeof(T), array.data()}), ...);
+        },
+        arrays_);
+    // A state beside the weight starts as what the weight leaves of itself; all others at 0.
+    if constexpr (weight_states == 1) {
+      auto& beside = std::get<0>(arrays_);
+      std::vector<floatX> theta(part.n());
+      std::vector<std::tuple_element_t<0, typename S::States>> first(part.n());
+      device.download(theta.data(), params + part.begin, theta.size());
+      for (size_t i = 0; i < first.size(); i++) {
+        float w = to_float(theta[i]), state = 0;
+        S::set(w, w, state);
+        store_grid(first[i], state);
+      }
+      device.upload(beside.data(), first.data(), first.size());
+    }
   }
 
   void update(floatX* params, const floatX* grads, const AdamWScalars& k, double grad_clip, const double* norm,
@@ -134,17 +168,55 @@ class AdamW<S, std::tuple<T...>> final : public Optimizer<typename S::Theta> {
     }
   }
 
+  Values values(const floatX* params, const size_t* at, size_t n, Device& device) const override {
+    const std::vector<double> theta = fetch(params, 0, at, n, device);
+    const auto state = [&]<size_t i>() { return fetch(std::get<i>(arrays_).data(), part_.begin, at, n, device); };
+    Values values{theta, state.template operator()<weight_states>(), state.template operator()<S::second_moment>()};
+    const std::vector<double> first = state.template operator()<0>();
+    for (size_t i = 0; i < n; i++)
+      values.weight[i] = S::value(static_cast<float>(theta[i]), static_cast<float>(first[i]));
+    if constexpr (moments == 2) {
+      const std::vector<double> low = state.template operator()<S::second_moment + 1>();
+      for (size_t i = 0; i < n; i++) values.v[i] += low[i];
+    }
+    return values;
+  }
+
+  void set_values(floatX* params, size_t begin, const Values& values, Device& device) override {
+    const size_t n = values.weight.size(), at = begin - part_.begin;
+    std::vector<floatX> theta(n);
+    std::tuple states{std::vector<T>(n)...};
+    for (size_t i = 0; i < n; i++) {
+      float w, beside = 0;
+      S::set(values.weight[i], w, beside);
+      store(theta[i], w);
+      if constexpr (weight_states == 1) store_grid(std::get<0>(states)[i], beside);
+      store(std::get<weight_states>(states)[i], static_cast<float>(values.m[i]));
+      auto& v = std::get<S::second_moment>(states)[i];
+      store(v, static_cast<float>(values.v[i]));
+      if constexpr (moments == 2)
+        store(std::get<S::second_moment + 1>(states)[i], static_cast<float>(values.v[i] - to_float(v)));
+    }
+    device.upload(params + begin, theta.data(), n);
+    [&]<size_t... i>(std::index_sequence<i...>) {
+      (device.upload(std::get<i>(arrays_).data() + at, std::get<i>(states).data(), n), ...);
+    }
+    (std::index_sequence_for<T...>());
+  }
+
  private:
+  static constexpr size_t weight_states = S::second_moment - 1;       // before m
+  static constexpr size_t moments = sizeof...(T) - S::second_moment;  // v, or v and its low part
+
   template <class E>
-  void add_state(int index, Buffer<E>& array, const floatX* params, Device& device) {
-    const char* name = S::state_names[static_cast<size_t>(index)];
-    this->states_.push_back({name, sizeof(E), array.data()});
-    if (!starts_as_theta(name)) return;
-    std::vector<floatX> theta(array.size());
-    std::vector<E> state(array.size());
-    device.download(theta.data(), params + part_.begin, theta.size());
-    for (size_t i = 0; i < state.size(); i++) store(state[i], to_float(theta[i]));
-    device.upload(array.data(), state.data(), state.size());
+  static std::vector<double> fetch(const E* from, size_t first, const size_t* at, size_t n, Device& device) {
+    E* gathered = device.scratch<E>(0, n);
+    gather(gathered, from, first, at, n, device);
+    std::vector<E> host(n);
+    device.download(host.data(), gathered, n);
+    std::vector<double> wide(n);
+    for (size_t i = 0; i < n; i++) wide[i] = to_float(host[i]);
+    return wide;
   }
 
   template <bool with_quality>
@@ -156,9 +228,9 @@ class AdamW<S, std::tuple<T...>> final : public Optimizer<typename S::Theta> {
       const Block& block = blocks_.host[b];
       std::apply(
           [&](auto&... array) {
-            const QualitySums sums =
-                adamw_block_cpu<S, with_quality>(block.decay ? k : no_decay, grads + block.begin, params + block.begin,
-                                                 block.n, array.data() + (block.begin - part_.begin)...);
+            const QualitySums sums = adamw_block_cpu<S, with_quality>(
+                block.decay ? k : no_decay, block.begin, grads + block.begin, params + block.begin, block.n,
+                array.data() + (block.begin - part_.begin)...);
             if constexpr (with_quality) this->block_sums()[b] = sums;
           },
           arrays_);
@@ -171,12 +243,13 @@ class AdamW<S, std::tuple<T...>> final : public Optimizer<typename S::Theta> {
   Buffer<AdamWStep> step_;  // what a GPU reads
 };
 
-// The optimizer of that name whose weights are floatX; null where there is none.
+// The optimizer of that name and mode (--mcf) whose weights are floatX; null where there is none.
 template <class floatX>
-std::unique_ptr<Optimizer<floatX>> make_optimizer(const std::string& precision, const floatX* params,
-                                                  const BlockList& blocks, const Part& part, Device& device) {
+std::unique_ptr<Optimizer<floatX>> make_optimizer(const std::string& precision, const std::string& mode,
+                                                  const floatX* params, const BlockList& blocks, const Part& part,
+                                                  Device& device) {
   std::unique_ptr<Optimizer<floatX>> optimizer;
-  with_strategy(precision, [&]<class S>() {
+  with_strategy(precision, mode, [&]<class S>() {
     if constexpr (std::is_same_v<typename S::Theta, floatX>)
       optimizer = std::make_unique<AdamW<S>>(params, blocks, part, device);
   });

@@ -33,18 +33,21 @@ inline void clip_and_skip_cuda(AdamWStep* step, const double* norm, double grad_
 
 // One element. States come and go as they are stored; with_quality adds what the update intended and did to sums.
 template <class S, bool with_quality, class... T>
-__device__ inline void adamw_element_gpu(const AdamWScalars& k, const typename S::Theta& grad, typename S::Theta& theta,
-                                         QualitySums& sums, T&... states) {
+__device__ inline void adamw_element_gpu(const AdamWScalars& k, size_t place, const typename S::Theta& grad,
+                                         typename S::Theta& theta, QualitySums& sums, T&... states) {
   const float g = to_float(grad), theta_before = to_float(theta);
+  const uint64_t r = S::stochastic ? random_bits_of(k, place) : 0;
   float u, theta_after = theta_before;
   const std::tuple before(to_float(states)...);
   std::tuple after = before;
-  std::apply([&](auto&... s) { S::update(k, g, u, theta_after, s...), (store_grid(states, s), ...); }, after);
+  std::apply([&](auto&... s) { S::update(k, r, g, u, theta_after, s...), (store_grid(states, s), ...); }, after);
   store_grid(theta, theta_after);
   if constexpr (with_quality) {
     const double ud = u, e_hi = static_cast<double>(theta_after) - theta_before;
     const double e = S::value(theta_after, std::get<0>(after)) - S::value(theta_before, std::get<0>(before));
     sums.uu += ud * ud, sums.ue += ud * e, sums.ee += e * e, sums.ue_hi += ud * e_hi, sums.ee_hi += e_hi * e_hi;
+    const double square = k.lw != 0 ? static_cast<double>(theta_before) * theta_before : 0.0;
+    sums.decay += square, sums.lost_decay += e == 0 ? square : 0.0;
     const auto same_v = [&]<size_t... I>(std::index_sequence<I...>) {
       return ((std::get<S::second_moment + I>(after) == std::get<S::second_moment + I>(before)) && ...);
     };
@@ -55,27 +58,28 @@ __device__ inline void adamw_element_gpu(const AdamWScalars& k, const typename S
 
 // The sum over a thread block, the same bits in every thread. Called once in a kernel.
 __device__ inline QualitySums block_quality(const QualitySums& s) {
-  SHARED(double, d, [5][warp_size]);
+  SHARED(double, d, [7][warp_size]);
   SHARED(long long, c, [5][warp_size]);
-  double sums[5] = {s.uu, s.ue, s.ee, s.ue_hi, s.ee_hi};
+  double sums[7] = {s.uu, s.ue, s.ee, s.ue_hi, s.ee_hi, s.decay, s.lost_decay};
   long long counts[5] = {s.intended, s.lost, s.lost_hi, s.fed, s.stale_v};
   UNROLL
-  for (int i = 0; i < 5; i++) {
+  for (int i = 0; i < 7; i++) {
     sums[i] = warp_sum(sums[i]);
+    if (lane_index() == 0) d[i][warp_index()] = sums[i];
+  }
+  UNROLL
+  for (int i = 0; i < 5; i++) {
     counts[i] = warp_sum(counts[i]);
-    if (lane_index() == 0) d[i][warp_index()] = sums[i], c[i][warp_index()] = counts[i];
+    if (lane_index() == 0) c[i][warp_index()] = counts[i];
   }
   __syncthreads();
   const bool has_part = lane_index() < block_warps();
   UNROLL
-  for (int i = 0; i < 5; i++) {
-    sums[i] = warp_sum(has_part ? d[i][lane_index()] : 0.0);
-    counts[i] = warp_sum(has_part ? c[i][lane_index()] : 0ll);
-  }
-  QualitySums all;
-  all.uu = sums[0], all.ue = sums[1], all.ee = sums[2], all.ue_hi = sums[3], all.ee_hi = sums[4];
-  all.intended = counts[0], all.lost = counts[1], all.lost_hi = counts[2], all.fed = counts[3], all.stale_v = counts[4];
-  return all;
+  for (int i = 0; i < 7; i++) sums[i] = warp_sum(has_part ? d[i][lane_index()] : 0.0);
+  UNROLL
+  for (int i = 0; i < 5; i++) counts[i] = warp_sum(has_part ? c[i][lane_index()] : 0ll);
+  return {sums[0], sums[1],   sums[2],   sums[3],   sums[4],   sums[5],
+          sums[6], counts[0], counts[1], counts[2], counts[3], counts[4]};
 }
 
 // Elements that a thread takes at a time: 16 bytes of the widest array, so that a warp reads whole sectors of each.
@@ -102,7 +106,8 @@ __global__ void __launch_bounds__(256)
     auto w = load_packed<width>(theta + at);
     const auto update_run = [&](Packed<T, width>... s) {
       UNROLL
-      for (int j = 0; j < width; j++) adamw_element_gpu<S, with_quality>(k, g.v[j], w.v[j], sums, s.v[j]...);
+      for (int j = 0; j < width; j++)
+        adamw_element_gpu<S, with_quality>(k, at + static_cast<size_t>(j), g.v[j], w.v[j], sums, s.v[j]...);
       store_packed<width>(theta + at, w);
       (store_packed<width>(states + (at - first), s), ...);
     };
@@ -110,7 +115,7 @@ __global__ void __launch_bounds__(256)
   }
   if (whole + thread < n) {
     const size_t at = block.begin + static_cast<size_t>(whole + thread);
-    adamw_element_gpu<S, with_quality>(k, grads[at], theta[at], sums, states[at - first]...);
+    adamw_element_gpu<S, with_quality>(k, at, grads[at], theta[at], sums, states[at - first]...);
   }
   if constexpr (with_quality) {
     sums = block_quality(sums);

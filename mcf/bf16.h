@@ -36,11 +36,16 @@ __host__ __device__ inline float rn_grid(float x) {
   return bits_float((u + 0x7fffu + ((u >> 16) & 1u)) & 0xffff0000u);
 }
 
-// Between storage and arithmetic, for the element types that kernels are templates on.
+// Between storage and arithmetic, for the element types that kernels are templates on. Integers hold what an optimizer
+// keeps beside a weight.
 __host__ __device__ inline float to_float(float x) { return x; }
+__host__ __device__ inline float to_float(int16_t x) { return x; }
+__host__ __device__ inline float to_float(int8_t x) { return x; }
 __host__ __device__ inline float to_float(bf16 x) { return bf16_bits_to_float(x.bits); }
 __host__ __device__ inline void store(float& to, float x) { to = x; }
 __host__ __device__ inline void store(bf16& to, float x) { to.bits = static_cast<uint16_t>(float_bits(rn(x)) >> 16); }
 // As store(), for an x that lies on the grid of the type already: cuts, does not round.
 __host__ __device__ inline void store_grid(float& to, float x) { to = x; }
 __host__ __device__ inline void store_grid(bf16& to, float x) { to.bits = static_cast<uint16_t>(float_bits(x) >> 16); }
+__host__ __device__ inline void store_grid(int16_t& to, float x) { to = static_cast<int16_t>(x); }
+__host__ __device__ inline void store_grid(int8_t& to, float x) { to = static_cast<int8_t>(x); }

@@ -16,14 +16,16 @@
 // Sums over elements.
 struct QualitySums {
   double uu = 0, ue = 0, ee = 0, ue_hi = 0, ee_hi = 0;
-  int64_t intended = 0;  // u != 0
-  int64_t lost = 0;      // of those: E = 0
-  int64_t lost_hi = 0;   // of those: theta unchanged
-  int64_t fed = 0;       // g != 0
-  int64_t stale_v = 0;   // of those: second moment (and its low part) unchanged
+  double decay = 0, lost_decay = 0;  // theta^2 of decayed weights, and of those of them with E = 0
+  int64_t intended = 0;              // u != 0
+  int64_t lost = 0;                  // of those: E = 0
+  int64_t lost_hi = 0;               // of those: theta unchanged
+  int64_t fed = 0;                   // g != 0
+  int64_t stale_v = 0;               // of those: second moment (and its low part) unchanged
 
   void operator+=(const QualitySums& o) {
     uu += o.uu, ue += o.ue, ee += o.ee, ue_hi += o.ue_hi, ee_hi += o.ee_hi;
+    decay += o.decay, lost_decay += o.lost_decay;
     intended += o.intended, lost += o.lost, lost_hi += o.lost_hi, fed += o.fed, stale_v += o.stale_v;
   }
   // NaN where |u| = 0: there was nothing to lose.
@@ -36,6 +38,9 @@ struct QualitySums {
   double lost_frac() const { return share(lost, intended); }
   double lost_frac_hi() const { return share(lost_hi, intended); }
   double stale_v_frac() const { return share(stale_v, fed); }
+  // Decay takes 2 lr wd theta^2 off a weight's square in a step: the share of that which falls on weights that did not
+  // move at all. 0 where nothing decays.
+  double lost_decay_frac() const { return decay > 0 ? lost_decay / decay : 0.0; }
 
  private:
   static double share(int64_t part, int64_t of) {
@@ -76,9 +81,9 @@ struct UpdateTrace {
     if constexpr (moments == 2) std::copy_n(std::get<S::second_moment + 1>(states), n, v[1]);
   }
 
-  // The sums over n elements whose weight and states have become theta and s...
+  // The sums over n elements whose weight and states have become theta and s...; decayed: whether they are.
   template <class... T>
-  QualitySums sums(size_t n, const Theta* grad, const Theta* theta, const T*... s) {
+  QualitySums sums(size_t n, bool decayed, const Theta* grad, const Theta* theta, const T*... s) {
     keep(after, n, theta, s...);
     double uu = 0, ue = 0, ee = 0, ue_hi = 0, ee_hi = 0;
     int intended = 0, lost = 0, lost_hi = 0, fed = 0, stale_v = 0;
@@ -95,6 +100,14 @@ struct UpdateTrace {
       const int wanted = u[i] != 0;
       intended += wanted, lost += wanted & kept[i], lost_hi += wanted & (after.theta[i] == before.theta[i]);
     }
+    double decay = 0, lost_decay = 0;
+    if (decayed) {
+#pragma omp simd reduction(+ : decay, lost_decay)
+      for (size_t i = 0; i < n; i++) {
+        const double square = static_cast<double>(before.theta[i]) * before.theta[i];
+        decay += square, lost_decay += kept[i] ? square : 0.0;
+      }
+    }
     const std::tuple states(s...);
     const V* v_now = std::get<S::second_moment>(states);
     const V* v_low = std::get<S::second_moment + moments - 1>(states);  // v itself where it has no low part
@@ -104,6 +117,6 @@ struct UpdateTrace {
       const int same = (to_float(v_now[i]) == to_float(v[0][i])) & (to_float(v_low[i]) == to_float(v[moments - 1][i]));
       fed += gave, stale_v += gave & same;
     }
-    return {uu, ue, ee, ue_hi, ee_hi, intended, lost, lost_hi, fed, stale_v};
+    return {uu, ue, ee, ue_hi, ee_hi, decay, lost_decay, intended, lost, lost_hi, fed, stale_v};
   }
 };

@@ -9,7 +9,10 @@
 // resolved, so that flag_values() lists the values in effect.
 struct Options {
   // Precision and device.
-  std::string precision = "collage_plus";  // bf16, fp32_master, collage_light, collage_plus, fp32
+  std::string precision = "collage_plus";  // a strategy of mcf/strategies.h
+  std::string mcf = "strict";              // strict, fused, as-released
+  std::string grad_accum = "bf16";         // bf16, pair, fp32
+  std::string switch_precision;            // "STEP:PRECISION"; "" = never
   std::string device = "auto";             // auto, cuda, cpu
   int threads = 0;                         // CPU threads; 0 = not given: all
   std::string recompute = "gelu";          // none, gelu, layernorm, block
@@ -54,6 +57,8 @@ struct Options {
   // Output.
   std::string out;         // run folder; "" = nothing is written
   int64_t edq_every = -1;  // 0 = never; -1 = not given: 10 on a GPU, 1 on the CPU
+  int64_t shadow = -1;     // one weight in so many; 0 = none; -1 = not given: 1024 with lockstep, else none
+  std::string lockstep;    // precisions, separated by commas; "" = none
 
   bool help = false;     // print help_text() and stop
   bool version = false;  // print version() and stop

@@ -4,9 +4,11 @@
 #include <cmath>
 #include <cstdint>
 
+#include "kernels/portable.cuh"  // __host__, __device__
+
 // SplitMix64's finaliser (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014): a bijection of
 // 64 bits in which each input bit flips each output bit with probability about one half.
-inline uint64_t mix64(uint64_t x) {
+__host__ __device__ inline uint64_t mix64(uint64_t x) {
   x += 0x9e3779b97f4a7c15u;
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
   x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;

@@ -8,7 +8,6 @@
 #include <memory>
 
 #include "dev/bench/median.h"
-#include "dev/bench/moved_bytes.h"
 #include "mcf/adamw.cuh"
 #include "runtime/random.h"
 

@@ -6,7 +6,6 @@
 #include <memory>
 
 #include "dev/bench/gpu_time.h"
-#include "dev/bench/moved_bytes.h"
 #include "kernels/attention.cuh"
 #include "mcf/adamw.cuh"
 

@@ -1,0 +1,93 @@
+// The shadow: AdamW in double on a sample of the weights, fed with the gradients of the run.
+//
+// What it would have made of the same gradients is what an optimizer's weight, m and v are compared with. So one sees
+// which of them went wrong, where effective descent quality judges the last rounding only: an update made well from a
+// wrong v looks perfect there.
+#pragma once
+#include <cmath>
+#include <vector>
+
+#include "mcf/adamw.cuh"
+
+// Sums over sampled elements: squared distances from the shadow, and what they are measured by.
+struct DriftSums {
+  double weight = 0, travelled = 0;  // |w - shadow|^2, |shadow - initial weight|^2
+  double m = 0, m_size = 0;          // |m - shadow|^2, |shadow|^2
+  double v = 0, v_size = 0;
+  void operator+=(const DriftSums& o) {
+    weight += o.weight, travelled += o.travelled, m += o.m, m_size += o.m_size, v += o.v, v_size += o.v_size;
+  }
+};
+// Relative: 0 = as the shadow, 1 = as far off as the shadow is large (the weight: as far as it has come). NaN where
+// there is nothing to compare with.
+inline double drift(double square, double of) { return of > 0 ? std::sqrt(square / of) : std::nan(""); }
+
+template <class floatX>
+class Shadow {
+ public:
+  // Of the elements of the part about one in `one_in`, chosen by a hash of the place in the flat buffer; 0: none.
+  // params: the initial weights, the whole buffer.
+  Shadow(int64_t one_in, const floatX* params, const BlockList& blocks, const Part& part, Device& device)
+      : sums_(blocks.host.size()) {
+    if (one_in == 0) return;
+    const size_t last = std::min(part.last_block, blocks.host.size());
+    for (size_t b = part.first_block; b < last; b++)
+      for (size_t p = blocks.host[b].begin; p < blocks.host[b].begin + blocks.host[b].n; p++)
+        if (random_bits(~uint64_t{2}, p) % static_cast<uint64_t>(one_in) == 0)
+          places_.push_back(p), block_.push_back(b), decay_.push_back(blocks.host[b].decay);
+    const size_t n = places_.size();
+    at_ = Buffer<size_t>(device, Memory::workspace, n);
+    gathered_ = Buffer<floatX>(device, Memory::workspace, n);
+    device.upload(at_.data(), places_.data(), n);
+    start_ = fetch(params, device), weight_ = start_;
+    m_.resize(n), v_.resize(n);
+  }
+
+  size_t size() const { return places_.size(); }
+
+  // One step with the gradients of the whole buffer, each times clip. t: updates done, this one included.
+  void update(const floatX* grads, double lr, double beta1, double beta2, double eps, double weight_decay, double clip,
+              int64_t t, Device& device) {
+    if (size() == 0) return;
+    const std::vector<double> g = fetch(grads, device);
+    const double a1 = lr / (1 - std::pow(beta1, static_cast<double>(t)));
+    const double r2 = 1 / std::sqrt(1 - std::pow(beta2, static_cast<double>(t)));
+#pragma omp parallel for schedule(static)
+    for (size_t i = 0; i < g.size(); i++) {
+      const double scaled = clip * g[i];
+      m_[i] = beta1 * m_[i] + (1 - beta1) * scaled;
+      v_[i] = beta2 * v_[i] + (1 - beta2) * scaled * scaled;
+      weight_[i] -= a1 * m_[i] / (std::sqrt(v_[i]) * r2 + eps) + (decay_[i] ? lr * weight_decay * weight_[i] : 0);
+    }
+  }
+
+  // How far an optimizer that got the same gradients is from it, a block of the flat buffer each (0 outside the part).
+  const std::vector<DriftSums>& compare(const Optimizer<floatX>& optimizer, const floatX* params, Device& device) {
+    sums_.assign(sums_.size(), {});
+    if (size() == 0) return sums_;
+    const auto now = optimizer.values(params, at_.data(), size(), device);
+    const auto square = [](double x) { return x * x; };
+    for (size_t i = 0; i < size(); i++)
+      sums_[block_[i]] += {square(now.weight[i] - weight_[i]), square(weight_[i] - start_[i]),
+                           square(now.m[i] - m_[i]),           square(m_[i]),
+                           square(now.v[i] - v_[i]),           square(v_[i])};
+    return sums_;
+  }
+
+ private:
+  std::vector<double> fetch(const floatX* from, Device& device) {
+    gather(gathered_.data(), from, 0, at_.data(), size(), device);
+    std::vector<floatX> host(size());
+    device.download(host.data(), gathered_.data(), size());
+    std::vector<double> wide(size());
+    for (size_t i = 0; i < size(); i++) wide[i] = to_float(host[i]);
+    return wide;
+  }
+
+  std::vector<size_t> places_, block_;
+  std::vector<char> decay_;
+  std::vector<double> start_, weight_, m_, v_;
+  std::vector<DriftSums> sums_;
+  Buffer<size_t> at_;
+  Buffer<floatX> gathered_;
+};
