@@ -10,6 +10,7 @@
 #include <cmath>
 #include <cstdint>
 #include <tuple>
+#include <vector>
 
 #include "mcf/bf16.h"
 
@@ -47,6 +48,12 @@ struct QualitySums {
     return of > 0 ? static_cast<double>(part) / static_cast<double>(of) : 0.0;
   }
 };
+
+inline QualitySums total(const std::vector<QualitySums>& blocks) {
+  QualitySums sums;
+  for (const auto& block : blocks) sums += block;
+  return sums;
+}
 
 // What a run of elements intended, was before and became: kept in the L1 cache between the update and the sums.
 template <class S>

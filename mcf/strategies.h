@@ -419,6 +419,12 @@ using Strategies =
 // What --mcf changes.
 using Variants =
     std::tuple<Bf16Fused, PairFused<Bf16Kahan>, PairFused<CollageLight>, CollagePlusFused, CollagePlusAsReleased>;
+using AllStrategies = decltype(std::tuple_cat(Strategies(), Variants()));
+// "collage_plus", "collage_plus:fused".
+template <class S>
+std::string label() {
+  return S::mode == std::string("strict") ? S::name : std::string(S::name) + ":" + S::mode;
+}
 
 // Calls f.operator()<S>() for the strategy of that name, in that mode where it has one, and returns true; false where
 // there is none.

@@ -25,7 +25,7 @@ Settings parse(int argc, char** argv) {
         std::find_if(std::begin(flags), std::end(flags), [&](const auto& f) { return argument.starts_with(f.first); });
     if (flag != std::end(flags)) {
       *flag->second = std::atoi(argument.c_str() + strlen(flag->first));
-    } else if (with_strategy(argument, []<class S>() {})) {
+    } else if (with_strategy(argument, "strict", []<class S>() {})) {
       s.precisions.push_back(argument);
     } else {
       USAGE_ERROR(
@@ -100,7 +100,7 @@ bool bench(const Settings& s, Device& device) {
 
   GPT<floatX> model(config, s.B, s.T, Recompute::none, 1337, device);
   double norm = 0;
-  auto optimizer = make_optimizer(S::name, model.params(), model.blocks, model.table.elements, device);
+  auto optimizer = make_optimizer(S::name, S::mode, model.params(), model.blocks, model.table.elements, device);
   Batch batch(s.B, s.T);
   std::vector<double> walls, inside;
   double loss = 0;
@@ -184,7 +184,7 @@ int main(int argc, char** argv) try {
   bool exact = true;
   for (const auto& precision : settings.precisions) {
     Device device(settings.threads);
-    with_strategy(precision, [&]<class S>() { exact = bench<S>(settings, device) && exact; });
+    with_strategy(precision, "strict", [&]<class S>() { exact = bench<S>(settings, device) && exact; });
   }
   return exact ? 0 : 1;
 } catch (const std::exception& e) {

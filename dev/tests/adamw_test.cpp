@@ -48,7 +48,11 @@ std::string golden_bytes(const Golden& golden, const std::string& tensor) {
   return {reinterpret_cast<const char*>(x.data()), x.size() * sizeof(T)};
 }
 std::string golden_bytes(const Golden& golden, const std::string& tensor) {
-  return golden.dtype(tensor) == "BF16" ? golden_bytes<bf16>(golden, tensor) : golden_bytes<float>(golden, tensor);
+  const std::string dtype = golden.dtype(tensor);
+  return dtype == "BF16"  ? golden_bytes<bf16>(golden, tensor)
+         : dtype == "I16" ? golden_bytes<int16_t>(golden, tensor)
+         : dtype == "I8"  ? golden_bytes<int8_t>(golden, tensor)
+                          : golden_bytes<float>(golden, tensor);
 }
 
 // Double sums of n <= 96 terms in some order: each term and each partial sum is rounded to 2^-53, so off by at most
@@ -60,16 +64,18 @@ void expect_quality(const QualitySums& sums, const double* expected, const std::
   EXPECT_NEAR(sums.ee, ee, tolerance * ee) << where;
   EXPECT_NEAR(sums.ue_hi, expected[3], tolerance * std::sqrt(uu * ee_hi)) << where;
   EXPECT_NEAR(sums.ee_hi, ee_hi, tolerance * ee_hi) << where;
+  EXPECT_NEAR(sums.decay, expected[5], tolerance * expected[5]) << where;
+  EXPECT_NEAR(sums.lost_decay, expected[6], tolerance * expected[5]) << where;
   const std::vector<int64_t> counts = {sums.intended, sums.lost, sums.lost_hi, sums.fed, sums.stale_v};
   for (size_t i = 0; i < counts.size(); i++)
-    EXPECT_EQ(static_cast<double>(counts[i]), expected[5 + i]) << where << ", count " << i;
+    EXPECT_EQ(static_cast<double>(counts[i]), expected[7 + i]) << where << ", count " << i;
 }
 
 template <class S>
 void expect_trajectory(const std::string& name, bool with_quality) {
   using floatX = typename S::Theta;
   const Golden golden("adamw_" + name);
-  const std::string strategy = S::name;
+  const std::string strategy = label<S>();
   ASSERT_TRUE(golden.has(strategy + "/crc")) << strategy << ": add it to dev/tests/oracle/adamw.py and regenerate";
   const Layout layout(golden);
   const auto hyper = golden.get<double>("hyper"), lr = golden.get<double>("lr"), norm = golden.get<double>("norm");
@@ -82,16 +88,16 @@ void expect_trajectory(const std::string& name, bool with_quality) {
   std::vector<floatX> theta(layout.size), grads(layout.size);
   layout.scatter(theta, theta0.data());
   const BlockList blocks(layout.blocks, device);
-  const auto optimizer = make_optimizer<floatX>(strategy, theta.data(), blocks, theta.size(), device);
+  const auto optimizer = make_optimizer<S>(theta.data(), blocks, theta.size(), device);
   ASSERT_TRUE(optimizer);
   for (size_t step = 1; step <= lr.size(); step++) {
     layout.scatter(grads, &g[(step - 1) * elements]);
     const AdamWScalars k = adamw_scalars(lr[step - 1], hyper[0], hyper[1], hyper[2], hyper[3], hyper[4], norm[step - 1],
-                                         static_cast<int64_t>(step));
+                                         static_cast<int64_t>(step), 7);
     const QualitySums sums =
         update(*optimizer, theta.data(), grads.data(), k, hyper[4], norm[step - 1], with_quality, device);
     const std::string where = strategy + ", " + name + ", step " + std::to_string(step);
-    if (with_quality && step % every == 0) expect_quality(sums, &quality[(step / every - 1) * 10], where);
+    if (with_quality && step % every == 0) expect_quality(sums, &quality[(step / every - 1) * 12], where);
     ASSERT_TRUE(with_quality || sums.uu == 0) << where;
 
     // All bits by CRC; at the steps that the file holds, which state differs.
@@ -150,7 +156,7 @@ std::string run_with_threads(int threads) {
   std::vector<floatX> theta(n), grads(n);
   for (size_t i = 0; i < n; i++) store(theta[i], static_cast<float>(.02 * normal(1, i)));
   const BlockList list(blocks, device);
-  const auto optimizer = make_optimizer<floatX>(S::name, theta.data(), list, n, device);
+  const auto optimizer = make_optimizer<S>(theta.data(), list, n, device);
   std::string bytes;
   for (int64_t t = 1; t <= 3; t++) {
     for (size_t i = 0; i < n; i++) store(grads[i], static_cast<float>(1e-3 * normal(1 + static_cast<uint64_t>(t), i)));
@@ -180,11 +186,11 @@ TYPED_TEST(StrategyAdamW, LongTensorsEqualOneElementAtATime) {
   std::vector<floatX> theta(n), grads(n);
   for (size_t i = 0; i < n; i++) store(theta[i], static_cast<float>(.02 * normal(1, i)));
   const BlockList list(blocks, device);
-  const auto optimizer = make_optimizer<floatX>(S::name, theta.data(), list, n, device);
+  const auto optimizer = make_optimizer<S>(theta.data(), list, n, device);
   std::vector<std::array<float, 1 + n_states>> reference(n);  // theta, then the states
   for (size_t i = 0; i < n; i++) {
     reference[i][0] = to_float(theta[i]);
-    if (starts_as_theta(S::state_names[0])) reference[i][1] = reference[i][0];
+    S::set(reference[i][0], reference[i][0], reference[i][1]);
   }
   for (int64_t t = 1; t <= 3; t++) {
     for (size_t i = 0; i < n; i++) store(grads[i], static_cast<float>(1e-3 * normal(1 + static_cast<uint64_t>(t), i)));
@@ -196,16 +202,23 @@ TYPED_TEST(StrategyAdamW, LongTensorsEqualOneElementAtATime) {
       auto& r = reference[i];
       float u;
       const double before = S::value(r[0], r[1]);
-      [&]<size_t... J>(std::index_sequence<J...>) { S::update(k, to_float(grads[i]), u, r[0], r[1 + J]...); }
+      [&]<size_t... J>(std::index_sequence<J...>) {
+        S::update(k, random_bits_of(k, i), to_float(grads[i]), u, r[0], r[1 + J]...);
+      }
       (std::make_index_sequence<n_states>());
       const double e = S::value(r[0], r[1]) - before, ud = u;
       uu += ud * ud, ue += ud * e, ee += e * e, lost += u != 0 && e == 0;
       ASSERT_TRUE(same_bits(to_float(theta[i]), r[0])) << i;
       for (size_t j = 0; j < n_states; j++) {
         const auto& state = optimizer->states()[j];
-        const float x = state.element_bytes == 4 ? static_cast<const float*>(state.data)[i]
-                                                 : to_float(static_cast<const bf16*>(state.data)[i]);
-        ASSERT_TRUE(same_bits(x, r[1 + j])) << i << ", " << state.name;
+        const auto stored = [&]<size_t... J>(std::index_sequence<J...>) {
+          float x = 0;
+          ((J == j ? void(x = to_float(static_cast<std::tuple_element_t<J, typename S::States>*>(state.data)[i]))
+                   : void()),
+           ...);
+          return x;
+        };
+        ASSERT_TRUE(same_bits(stored(std::make_index_sequence<n_states>()), r[1 + j])) << i << ", " << state.name;
       }
     }
     EXPECT_NEAR(sums.uu, uu, n * 0x1p-53 * uu);
@@ -223,7 +236,7 @@ TYPED_TEST(StrategyAdamW, StatesAreAccounted) {
   Device device(1);
   const std::vector<floatX> theta(n);
   const BlockList blocks({}, device);
-  const auto optimizer = make_optimizer<floatX>(TypeParam::name, theta.data(), blocks, n, device);
+  const auto optimizer = make_optimizer<TypeParam>(theta.data(), blocks, n, device);
   EXPECT_EQ(device.bytes(Memory::states),
             static_cast<int64_t>(n * (bytes_per_parameter<TypeParam>() - 2 * sizeof(floatX))));
   EXPECT_EQ(device.bytes() - device.bytes(Memory::states), device.bytes(Memory::workspace));

@@ -181,7 +181,7 @@ TEST(Parts, TogetherDoWhatOneOptimizerDoes) {
   for (const int ranks : {1, 2, 3, 4, 13})
     [&]<class... S>(std::tuple<S...>*) {
       (expect_parts_make_the_whole<S>(ranks), ...);
-    }(static_cast<Strategies*>(nullptr));
+    }(static_cast<AllStrategies*>(nullptr));
 }
 
 // The star among threads of this process: every pair's bytes arrive, whatever the sizes, empty ones too.

@@ -60,6 +60,8 @@ class Golden {
   static const char* type_name(float) { return "F32"; }
   static const char* type_name(double) { return "F64"; }
   static const char* type_name(bf16) { return "BF16"; }
+  static const char* type_name(int8_t) { return "I8"; }
+  static const char* type_name(int16_t) { return "I16"; }
   static const char* type_name(int32_t) { return "I32"; }
   static const char* type_name(uint32_t) { return "U32"; }
 

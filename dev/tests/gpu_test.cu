@@ -308,12 +308,12 @@ void norm(Suite& suite, size_t large) {
 template <class S>
 void optimizer(Suite& suite, size_t large, bool with_quality) {
   using X = typename S::Theta;
-  suite.check(strf("adamw %s, %zu elements, quality %s: equal bits", S::name, large, with_quality ? "on" : "off"),
+  suite.check(strf("adamw %s, %zu elements, quality %s: equal bits", label<S>().c_str(), large, with_quality ? "on" : "off"),
               [&](Side& s) {
     size_t n = 0;
     const BlockList blocks(blocks_of(large, &n), s.device);
     X* theta = s.in_out("theta", normal<X>(n, 1, .02f), {});
-    const auto adamw = make_optimizer<X>(S::name, theta, blocks, Part(n), s.device);
+    const auto adamw = std::make_unique<AdamW<S>>(theta, blocks, Part(n), s.device);
     for (int t = 1; t <= 3; t++) {
       auto grads = normal<X>(n, static_cast<unsigned>(10 + t), 1e-3f);
       for (size_t i = 0; i < n; i++) {  // many magnitudes, and 0
@@ -325,7 +325,7 @@ void optimizer(Suite& suite, size_t large, bool with_quality) {
       adamw->update(theta, s.in(grads), adamw_scalars(1e-3, .9, t == 3 ? .999 : .95, 1e-8, .1, 1, 0, t), 1, norm,
                     with_quality, s.device);
       if (!with_quality) continue;
-      const QualitySums q = adamw->quality(s.device);
+      const QualitySums q = total(adamw->quality(s.device));
       // Sums of n doubles in another order. ue is bounded by uu and ee.
       s.read_back("uu, ee", s.in(std::vector<double>{q.uu, q.ee, q.ee_hi}), 3, {1e-11, 0});
       s.read_back("ue", s.in(std::vector<double>{q.ue, q.ue_hi}), 2, {1e-11, 1e-11 * std::sqrt(q.uu * q.ee)});
@@ -334,15 +334,9 @@ void optimizer(Suite& suite, size_t large, bool with_quality) {
     }
     // The states die with the optimizer, so they are copied.
     for (const auto& state : adamw->states()) {
-      const auto copy = [&]<class E>(const E* data) {
-        std::vector<E> values(n);
-        s.device.download(values.data(), data, n);
-        s.read_back(state.name, s.in(values), n, {});
-      };
-      if (state.element_bytes == sizeof(bf16))
-        copy(static_cast<const bf16*>(state.data));
-      else
-        copy(static_cast<const float*>(state.data));
+      std::vector<int8_t> bytes(n * state.element_bytes);
+      s.device.download(bytes.data(), static_cast<const int8_t*>(state.data), bytes.size());
+      s.read_back(state.name, s.in(bytes), bytes.size(), {});
     }
     s.device.synchronize();
   });
@@ -397,7 +391,7 @@ int main(int argc, char** argv) {
     Device cpu, gpu(DeviceKind::cuda, 0, 0);
     printf("gpu_test on %s\n", gpu.properties().name);
     Suite suite(cpu, gpu);
-    optimizers(suite, small, static_cast<Strategies*>(nullptr));
+    optimizers(suite, small, static_cast<AllStrategies*>(nullptr));
     layers<float>(suite, small);
     layers<bf16>(suite, small);
     return suite.finish();

@@ -143,7 +143,7 @@ TEST(LossCurve, TenAdamWStepsEqualPyTorch) {
   const int B = oracle.B, T = oracle.T;
   GPT<float> model(oracle.config, B, T, Recompute::gelu, 1, device);
   oracle.load(model);
-  const auto optimizer = make_optimizer<float>("fp32", model.params(), model.blocks, model.table.elements, device);
+  const auto optimizer = make_optimizer<Fp32>(model.params(), model.blocks, model.table.elements, device);
   const auto hyper = oracle.golden.get<double>("hyper");
   std::vector<double> losses, norms;
   const int steps = oracle.golden.shape("curve/loss")[0];

@@ -15,7 +15,8 @@ import zlib
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 BINARY = os.path.abspath(os.environ.get("TRAIN_GPT", os.path.join(ROOT, "train_gpt")))
-PRECISIONS = ["bf16", "fp32_master", "collage_light", "collage_plus", "fp32"]
+PRECISIONS = ["bf16", "bf16_kahan", "bf16_sr", "collage_light", "collage_plus", "fp32_optim", "fp32_master",
+              "bf16_rem16", "bf16_int8", "fp32"]
 T, VOCAB, END = 16, 257, 256  # bytes, and end-of-text
 TINY = ["--layers=1", "--channels=32", "--heads=2", f"--seq-len={T}", "--batch-size=2", "--threads=2"]
 WORK = None  # the temporary folder

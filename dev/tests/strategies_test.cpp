@@ -25,8 +25,9 @@ class Run {
   explicit Run(const std::vector<double>& theta0) : theta_(theta0.size()) {
     for (size_t j = 0; j < n_states; j++) states_[j].resize(theta_.size());
     for (size_t i = 0; i < theta_.size(); i++) {
-      theta_[i] = rn(static_cast<float>(theta0[i]));
-      if (starts_as_theta(S::state_names[0])) states_[0][i] = theta_[i];
+      float beside = 0;
+      S::set(rn(static_cast<float>(theta0[i])), theta_[i], beside);
+      if (S::second_moment == 2) states_[0][i] = beside;
     }
   }
   // One step of all elements, as the CPU program does it: values pass through their storage type.
@@ -34,7 +35,7 @@ class Run {
     for (size_t i = 0; i < theta_.size(); i++) {
       float u;
       [&]<size_t... J>(std::index_sequence<J...>) {
-        S::update(k, g[i], u, theta_[i], states_[J][i]...);
+        S::update(k, random_bits_of(k, i), g[i], u, theta_[i], states_[J][i]...);
         (expect_stored<std::tuple_element_t<J, typename S::States>>(states_[J][i]), ...);
       }
       (std::make_index_sequence<n_states>());

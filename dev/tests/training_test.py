@@ -69,7 +69,7 @@ class Training(ProgramTest):
                 first[precision] = r.steps[0]["loss"]
         # The same bf16 weights and the same forward pass, so equal bits. fp32 has those weights too, and activations of
         # 24 bits in place of 8: the mean over 32 tokens moves by far less than 2^-8 of the loss.
-        self.assertEqual({first[p] for p in PRECISIONS[:4]}, {first["bf16"]})
+        self.assertEqual({first[p] for p in PRECISIONS[:-1]}, {first["bf16"]})
         self.assertClose(first["fp32"], first["bf16"], 2**-8)
 
     def test_run_line(self):

@@ -100,7 +100,7 @@ __global__ void adamw_fused_kernel(T* theta, const T* grads, T* theta_lo, T* m, 
     const size_t i = block.begin + j;
     float u, hi = to_float(theta[i]), lo = to_float(theta_lo[i]), m_now = to_float(m[i]);
     float v_now = to_float(v[i]), v_lo_now = to_float(v_lo[i]);
-    CollagePlus::update(k, to_float(grads[i]), u, hi, lo, m_now, v_now, v_lo_now);
+    CollagePlus::update(k, 0, to_float(grads[i]), u, hi, lo, m_now, v_now, v_lo_now);
     store_grid(theta[i], hi), store_grid(theta_lo[i], lo), store_grid(m[i], m_now);
     store_grid(v[i], v_now), store_grid(v_lo[i], v_lo_now);
   }

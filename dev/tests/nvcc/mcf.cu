@@ -12,3 +12,4 @@ void all_strategies(std::tuple<S...>*) {
   clip_and_skip_cuda(nullptr, nullptr, 1, nullptr);
 }
 template void all_strategies(Strategies*);
+template void all_strategies(Variants*);

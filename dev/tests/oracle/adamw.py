@@ -88,6 +88,7 @@ class Scalars:
   r2: f32
   lw: f32
   clip: f32
+  random: np.ndarray  # key of the step's random bits
 
 
 def scalars(lr, beta1, beta2, eps, weight_decay, grad_clip, norm, t):
@@ -95,7 +96,8 @@ def scalars(lr, beta1, beta2, eps, weight_decay, grad_clip, norm, t):
   lo = rn(f32(beta2 - float(hi)))[()]
   return Scalars(f32(beta1), f32(1 - beta1), f32(beta2), f32(1 - beta2), f32(eps), (hi, lo),
                  a1=f32(lr / (1 - math.pow(beta1, t))), r2=f32(1 / math.sqrt(1 - math.pow(beta2, t))),
-                 lw=f32(lr * weight_decay), clip=f32(grad_clip / norm if grad_clip > 0 and norm > grad_clip else 1))
+                 lw=f32(lr * weight_decay), clip=f32(grad_clip / norm if grad_clip > 0 and norm > grad_clip else 1),
+                 random=step_key(SEED, t))
 
 
 # --- how the register form stores and loads a value -----------------------------------------------
@@ -175,14 +177,36 @@ class Int8Codec(Codec):
     return hi, np.where(np.isfinite(rho), np.clip(rho, -127, 127), 0).astype(np.int8)
 
 
-class StochasticCodec(Codec):
-  """random_bits(w): 16 random bits an element. Left to the caller, who knows seed, step, tensor and element."""
+def mix64(x):
+  """SplitMix64's finaliser on uint64 arrays, which wrap."""
+  with np.errstate(over="ignore"):
+    x = x + np.uint64(0x9e3779b97f4a7c15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xbf58476d1ce4e5b9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94d049bb133111eb)
+    return x ^ (x >> np.uint64(31))
 
-  def __init__(self, random_bits):
-    self.random_bits = random_bits
+
+def step_key(seed, t):
+  """Of the step's random bits: four words hashed in turn, the second a tag, the last 0."""
+  x = np.zeros(1, dtype=np.uint64)
+  for word in (seed, 2**64 - 2, t, 0):
+    with np.errstate(over="ignore"):
+      x = mix64(x + np.uint64(word))
+  return x
+
+
+class StochasticCodec(Codec):
+  """Adds 16 random bits and cuts. place: of each element in the flat buffer; a state takes 16 of its 64 bits."""
+
+  def __init__(self, place, which):
+    self.place, self.shift, self.key = place, np.uint64(16 * which), None
 
   def store(self, w):
-    bits = ((w.view(np.uint32) + self.random_bits(w)) & np.uint32(0xffff0000)).view(f32)
+    if self.key is None:  # the initial value lies on the grid
+      return (w,)
+    with np.errstate(over="ignore"):
+      r = (mix64(self.key + self.place) >> self.shift & np.uint64(0xffff)).astype(np.uint32)
+    bits = ((w.view(np.uint32) + r) & np.uint32(0xffff0000)).view(f32)
     return (np.where(np.isfinite(w), bits, w),)
 
 
@@ -210,15 +234,15 @@ def register_codecs(name):
 class Strategy:
   """States of n elements, all named as in mcf/strategies.h, and update(), one AdamW step.
 
-  mode: "strict", "fused" or "as-released"; it matters for the four strategies of STRICT only. sr: the random bits of
-  bf16_sr, a function of an array.
+  mode: "strict", "fused" or "as-released"; it matters for the four strategies of STRICT only. place: of the elements
+  in the flat buffer, for the random bits of bf16_sr.
   """
 
-  def __init__(self, name, theta0, mode="strict", sr=None):
+  def __init__(self, name, theta0, mode="strict", place=None):
     self.name, self.mode = name, mode
     self.strict = name in STRICT and mode != "fused"
     if name == "bf16_sr":
-      self.codecs = (StochasticCodec(sr),) * 3
+      self.codecs = [StochasticCodec(place, which) for which in range(3)]
     else:
       self.codecs = register_codecs(name)
     theta0 = np.asarray(theta0, dtype=f32)
@@ -272,6 +296,9 @@ class Strategy:
     return u
 
   def update_register(self, g, k, lw):
+    for codec in self.codecs:
+      if isinstance(codec, StochasticCodec):
+        codec.key = k.random
     w, m, v = (codec.load(*t) for codec, t in zip(self.codecs, (self.theta, self.m, self.v)))
     if k.clip < 1:
       g = k.clip * g
@@ -282,14 +309,16 @@ class Strategy:
     return u
 
 
-def quality(before, after, theta_before, theta_after, u, g, v_before, v_after):
-  """The sums of mcf/quality.cuh: uu, ue, ee, ue_hi, ee_hi, intended, lost, lost_hi, fed, stale_v."""
+def quality(before, after, theta_before, theta_after, u, g, decay, v_before, v_after):
+  """The sums of mcf/quality.cuh: uu, ue, ee, ue_hi, ee_hi, decay, lost_decay, intended, lost, lost_hi, fed, stale_v."""
   u = u.astype(np.float64)
   e = after - before
   e_hi = theta_after.astype(np.float64) - theta_before
   same_v = np.all([a == b for a, b in zip(v_before, v_after)], axis=0)
   dot = lambda a, b: math.fsum((a * b).tolist())
-  return [dot(u, u), dot(u, e), dot(e, e), dot(u, e_hi), dot(e_hi, e_hi), float(np.sum(u != 0)),
+  square = np.where(decay, theta_before.astype(np.float64)**2, 0)
+  return [dot(u, u), dot(u, e), dot(e, e), dot(u, e_hi), dot(e_hi, e_hi), math.fsum(square),
+          math.fsum(square * (e == 0)), float(np.sum(u != 0)),
           float(np.sum((u != 0) & (e == 0))), float(np.sum((u != 0) & (theta_after == theta_before))),
           float(np.sum(g != 0)), float(np.sum((g != 0) & same_v))]
 
@@ -297,12 +326,17 @@ def quality(before, after, theta_before, theta_after, u, g, v_before, v_after):
 # --- golden files ---------------------------------------------------------------------------------
 
 STEPS = 200
-KEPT = (1, 2, 3, 10, 50, 200)  # steps whose states are stored; of the others a CRC
+SEED = 7  # of the random bits
+KEPT = (1, 2, 200)  # steps whose states are stored; of the others a CRC
 QUALITY_EVERY = 10
 DECAYED, NOT_DECAYED = 53, 43  # elements of the two tensors, odd on purpose
 N = DECAYED + NOT_DECAYED
 UNCLIPPED = [5.0] * STEPS  # a norm that grad_clip = 0 must ignore
-STRATEGIES = ("bf16", "collage_light", "collage_plus", "fp32_master", "fp32")  # those that the program has
+PLACE = np.concatenate([np.arange(DECAYED), 64 + np.arange(NOT_DECAYED)]).astype(np.uint64)  # tensors start at 64 k
+# Name and mode of all that the program has.
+RUNS = ([(name, "strict") for name in STRICT + ("bf16_sr", "fp32_optim", "fp32_master", "bf16_rem16", "bf16_int8",
+                                                "fp32")] +
+        [(name, "fused") for name in STRICT] + [("collage_plus", "as-released")])
 
 
 @dataclass
@@ -398,8 +432,9 @@ def golden(case):
       "constants": np.array([steps[0].beta1, steps[0].one_minus_beta1, steps[0].beta2, steps[0].one_minus_beta2,
                              steps[0].eps, *steps[0].beta2_pair], dtype=f32),
   }
-  for name in STRATEGIES:
-    run = Strategy(name, theta0)
+  for name, mode in RUNS:
+    label = name if mode == "strict" else f"{name}:{mode}"
+    run = Strategy(name, theta0, mode, PLACE)
     crc, sums = [], []
     for t, k in enumerate(steps, 1):
       g = g32[t - 1] if name == "fp32" else rn(g32[t - 1])
@@ -410,12 +445,12 @@ def golden(case):
       for tensor in tensors.values():
         crc[-1] = zlib.crc32((tensor.bits if isinstance(tensor, Bf16) else tensor).tobytes(), crc[-1])
       if t in KEPT:
-        out.update({f"{name}/{t}/{state}": tensor for state, tensor in tensors.items()})
+        out.update({f"{label}/{t}/{state}": tensor for state, tensor in tensors.items()})
       if t % QUALITY_EVERY == 0:
-        sums.append(quality(value, run.value(), theta, run.theta[0], u, g, v, run.v))
-    assert all(np.isfinite(x).all() for x in run.tensors().values()), (case.name, name)
-    out[f"{name}/crc"] = np.array(crc, dtype=np.uint32)
-    out[f"{name}/quality"] = np.array(sums)
+        sums.append(quality(value, run.value(), theta, run.theta[0], u, g, decay & (k.lw != 0), v, run.v))
+    assert all(np.isfinite(x).all() for x in run.tensors().values()), (case.name, label)
+    out[f"{label}/crc"] = np.array(crc, dtype=np.uint32)
+    out[f"{label}/quality"] = np.array(sums)
   return out
 
 

@@ -60,7 +60,7 @@ std::vector<uint8_t> on_the_cpu(const Tensors& tensors, const Steps& steps, std:
   Device device(1);
   auto theta = random_normal<floatX>(tensors.n, 1, .02f);
   const BlockList blocks(tensors.blocks, device);
-  const auto optimizer = make_optimizer<floatX>(S::name, theta.data(), blocks, theta.size(), device);
+  const auto optimizer = make_optimizer<S>(theta.data(), blocks, theta.size(), device);
   for (int t = 0; t < Steps::count; t++) {
     const auto grads = Steps::gradient<floatX>(tensors.n, t);
     const AdamWScalars& k = steps.steps[static_cast<size_t>(t)].scalars;
@@ -81,8 +81,12 @@ std::vector<uint8_t> on_the_gpu(const Tensors& tensors, const Steps& steps, std:
   const auto theta0 = random_normal<floatX>(tensors.n, 1, .02f);
   Buffer<floatX> theta(theta0, "theta");
   std::tuple<Buffer<T>...> states(std::vector<T>(tensors.n)...);
-  if constexpr (starts_as_theta(S::state_names[0]))
-    for (size_t i = 0; i < tensors.n; i++) store(std::get<0>(states).data()[i], to_float(theta0[i]));
+  if constexpr (S::second_moment == 2)
+    for (size_t i = 0; i < tensors.n; i++) {
+      float w = to_float(theta0[i]), beside = 0;
+      S::set(w, w, beside);
+      store_grid(std::get<0>(states).data()[i], beside);
+    }
   Buffer<Block> blocks(tensors.blocks);
   for (int t = 0; t < Steps::count; t++) {
     Buffer<floatX> grads(Steps::gradient<floatX>(tensors.n, t), "grads");
@@ -115,6 +119,8 @@ void expect_same(const QualitySums& got, const QualitySums& want, const std::str
   EXPECT_NEAR(got.ee_hi, want.ee_hi, 1e-12 * want.ee_hi) << where;
   EXPECT_NEAR(got.ue, want.ue, 1e-12 * std::sqrt(want.uu * want.ee)) << where;
   EXPECT_NEAR(got.ue_hi, want.ue_hi, 1e-12 * std::sqrt(want.uu * want.ee_hi)) << where;
+  EXPECT_NEAR(got.decay, want.decay, 1e-12 * want.decay) << where;
+  EXPECT_NEAR(got.lost_decay, want.lost_decay, 1e-12 * want.decay) << where;
   EXPECT_EQ(got.intended, want.intended) << where;
   EXPECT_EQ(got.lost, want.lost) << where;
   EXPECT_EQ(got.lost_hi, want.lost_hi) << where;

@@ -102,7 +102,7 @@ TEST(Ladder, AdamW) {
     Device device(1);
     const BlockList list(blocks, device);
     auto theta = theta0;
-    const auto optimizer = make_optimizer<bf16>("collage_plus", theta.data(), list, n, device);
+    const auto optimizer = std::make_unique<AdamW<CollagePlus>>(theta.data(), list, n, device);
     for (int t = 1; t <= steps; t++) {
       const auto grads = gradient(t);
       const double norm = t == 2 ? 2.5 : .5;
