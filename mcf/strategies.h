@@ -71,9 +71,8 @@ inline AdamWScalars adamw_scalars(double lr, double beta1, double beta2, double 
 
 struct StrategyDefaults {
   static constexpr const char* mode = "strict";  // which --mcf takes this struct
-  static constexpr bool rounds_each_operation = false;
-  static constexpr bool stochastic = false;  // update() reads r
-  static constexpr bool reads_theta = true;  // else theta is written only
+  static constexpr bool stochastic = false;      // update() reads r
+  static constexpr bool reads_theta = true;      // else theta is written only
 };
 
 struct PlainWeight : StrategyDefaults {  // one bf16 number
@@ -166,7 +165,6 @@ __host__ __device__ inline float intended_update(const AdamWScalars& k, float th
 struct Bf16 : PlainWeight {
   static constexpr const char* name = "bf16";
   static constexpr const char* meaning = "bf16 weights and states";
-  static constexpr bool rounds_each_operation = true;
   using Theta = bf16;
   using States = std::tuple<bf16, bf16>;
   static constexpr std::array state_names = {"m", "v"};
@@ -187,7 +185,6 @@ struct Bf16 : PlainWeight {
 struct Bf16Kahan : PairWeight {
   static constexpr const char* name = "bf16_kahan";
   static constexpr const char* meaning = "bf16 weights with a bf16 compensation, bf16 states";
-  static constexpr bool rounds_each_operation = true;
   using Theta = bf16;
   using States = std::tuple<bf16, bf16, bf16>;
   static constexpr std::array state_names = {"theta.lo", "m", "v"};
@@ -210,7 +207,6 @@ struct Bf16Kahan : PairWeight {
 struct CollageLight : PairWeight {
   static constexpr const char* name = "collage_light";
   static constexpr const char* meaning = "bf16 pair weights, bf16 states";
-  static constexpr bool rounds_each_operation = true;
   using Theta = bf16;
   using States = std::tuple<bf16, bf16, bf16>;
   static constexpr std::array state_names = {"theta.lo", "m", "v"};
@@ -229,7 +225,6 @@ struct CollageLight : PairWeight {
 struct CollagePlus : PairWeight {
   static constexpr const char* name = "collage_plus";
   static constexpr const char* meaning = "bf16 pair weights and second moment";
-  static constexpr bool rounds_each_operation = true;
   using Theta = bf16;
   using States = std::tuple<bf16, bf16, bf16, bf16>;
   static constexpr std::array state_names = {"theta.lo", "m", "v", "v.lo"};
@@ -284,7 +279,6 @@ __host__ __device__ inline void bf16_moments_update(const AdamWScalars& k, float
 
 struct Bf16Fused : Bf16 {
   static constexpr const char* mode = "fused";
-  static constexpr bool rounds_each_operation = false;
   __host__ __device__ static void update(const AdamWScalars& k, uint64_t, float g, float& u, float& theta, float& m,
                                          float& v) {
     register_update(k, g, u, theta, m, v);
@@ -295,7 +289,6 @@ struct Bf16Fused : Bf16 {
 template <class S>  // Bf16Kahan or CollageLight: rounded once they are the same
 struct PairFused : S {
   static constexpr const char* mode = "fused";
-  static constexpr bool rounds_each_operation = false;
   __host__ __device__ static void update(const AdamWScalars& k, uint64_t, float g, float& u, float& theta,
                                          float& theta_lo, float& m, float& v) {
     bf16_moments_update<PairWeight>(k, g, u, theta, theta_lo, m, v);
@@ -304,7 +297,6 @@ struct PairFused : S {
 
 struct CollagePlusFused : CollagePlus {
   static constexpr const char* mode = "fused";
-  static constexpr bool rounds_each_operation = false;
   __host__ __device__ static void update(const AdamWScalars& k, uint64_t, float g, float& u, float& theta,
                                          float& theta_lo, float& m, float& v, float& v_lo) {
     float w = load(theta, theta_lo), second = load(v, v_lo);
