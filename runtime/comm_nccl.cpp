@@ -3,8 +3,7 @@
 #include "runtime/error.h"
 
 #ifdef WITH_NCCL
-#include <cuda_runtime_api.h>
-#include <nccl.h>
+#include <nccl.h>  // with the CUDA runtime
 
 #include <algorithm>
 

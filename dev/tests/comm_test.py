@@ -116,23 +116,24 @@ def without_times(out):
 CACHE = {}
 
 
-def trained(ranks, *more, launcher="mpirun"):
-    """The steps of a good run, without times. One run per set of flags."""
-    key = (ranks, launcher, *more)
+def trained(ranks, *more, launcher="mpirun", **variables):
+    """The steps of a good run, without times. variables: of the environment. One run per set of all these."""
+    key = (ranks, launcher, *more, *variables.items())
     if key not in CACHE:
         out = tempfile.mkdtemp(dir=program.WORK, prefix="ranks_")
         given = flags(f"--total-batch-tokens={BATCH}", "--out=" + out, *more)
         if launcher == "torchrun":
-            run = Torchrun(range(ranks), given)
+            run = Torchrun(range(ranks), given, env=variables)
             statuses = run.wait()
             if any(statuses):
                 raise AssertionError(f"{more}: {statuses}\n{run.stderr}\n{run.stdout}")
         elif ranks == 1:
-            done = subprocess.run([BINARY, *given], cwd=program.WORK, env=ENV, capture_output=True, timeout=TIMEOUT)
+            done = subprocess.run([BINARY, *given], cwd=program.WORK, env={**ENV, **variables}, capture_output=True,
+                                  timeout=TIMEOUT)
             if done.returncode:
                 raise AssertionError(done.stderr)
         else:
-            mpirun(ranks, given)
+            mpirun(ranks, given, env=variables)
         CACHE[key] = without_times(out)
     return CACHE[key]
 

@@ -6,6 +6,7 @@ What it trains must be what --device=cpu of the same binary trains, up to the or
 import os
 import unittest
 
+import comm_test
 from program import PRECISIONS, ProgramTest, data_flags, run, set_up, tear_down, trained, TINY, Run
 
 GPU = ("--device=cuda", "--edq-every=1")
@@ -60,6 +61,34 @@ class Training(ProgramTest):
         r = trained(*GPU, "--steps=1", "--sample-every=1", "--sample-tokens=20", "--prompt=The", "--channels=34",
                     "--seq-len=15", "--batch-size=1")
         self.assertIn("The", r.stdout)
+
+
+class Ranks(comm_test.Ranks):
+    """What holds for ranks on CPUs, here on an emulated GPU each: our use of NCCL, on a stand-in for the library. That
+    adds as a ring does, each sum rounded to the gradient's type: 3 roundings of 2^-9 at 4 ranks, one on the CPU. The
+    bounds have room for it."""
+    test_more_than_one_message = None  # NCCL takes any length
+
+    def trained(self, ranks, *more, streams="eager"):
+        launcher = "torchrun" if ranks > 1 else None
+        return comm_test.trained(ranks, *GPU, *more, launcher=launcher, SIMT_DEVICES="4", SIMT_STREAMS=streams)
+
+    def test_two_runs_are_equal(self):
+        """Also when streams run as late as they may, and when NCCL's runs as early as it may: every event is there."""
+        for zero in ["--zero=0", "--zero=1"]:
+            for streams in ["lazy", "racing"]:
+                self.assertEqual(self.trained(2, zero, streams=streams), self.trained(2, zero), zero + " " + streams)
+
+    def test_one_gpu_for_two_ranks_is_refused(self):
+        run = comm_test.Torchrun(range(2), comm_test.flags("--device=cuda"), env={"SIMT_DEVICES": "1"})
+        self.assertEqual(run.wait(), [1, 1])
+        self.assertEqual(run.stderr[1], "")
+        self.assertRegex(run.stderr[0], "^train_gpt: error: ranks 0 and 1 both use emulated GPU.*\\n$")
+
+    def test_header(self):
+        run = comm_test.Torchrun(range(2), comm_test.flags("--device=cuda", "--steps=1"), env={"SIMT_DEVICES": "2"})
+        self.assertEqual(run.wait(), [0, 0], run.stderr)
+        self.assertRegex(run.stdout[0], r"ranks +2 over NCCL 2\.28\.0; each with all optimizer states")
 
 
 class BadMachines(ProgramTest):

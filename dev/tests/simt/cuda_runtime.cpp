@@ -64,7 +64,21 @@ void need_event(cudaEvent_t event, const char* call) {
 
 void run_until(cudaEvent_t event, unsigned long recording);
 
+void run_first(CUstream_st& stream);
+
+// Streams::racing: all other streams get as far as they can without waiting.
+void let_others_race(CUstream_st& stream) {
+  const auto ready = [](const Step& step) { return !step.after || step.after->reached >= step.recording; };
+  static bool racing = false;
+  if (racing || simt::options().streams != simt::Streams::racing) return;
+  racing = true;
+  for (cudaStream_t s : streams)
+    while (s != &stream && !s->queue.empty() && ready(s->queue.front())) run_first(*s);
+  racing = false;
+}
+
 void run_first(CUstream_st& stream) {
+  let_others_race(stream);
   const Step step = std::move(stream.queue.front());
   stream.queue.pop_front();
   if (step.after) run_until(step.after, step.recording);
@@ -96,7 +110,7 @@ void enqueue(cudaStream_t stream, Step step) {
     return;
   }
   stream->queue.push_back(std::move(step));
-  if (!simt::options().lazy_streams) drain(*stream);
+  if (simt::options().streams == simt::Streams::eager) drain(*stream);
 }
 
 bool pinned(const void* p) {
@@ -157,6 +171,9 @@ void check_argument(const void* pointer, const char* text) {
   if (!a && find_allocation(static_cast<const char*>(pointer) - 1)) return;  // one past the end
   if (!a) fail("launch(%s): the argument %p is host memory, a device pointer belongs there", text, pointer);
   if (a->freed) fail("launch(%s): an argument points to freed memory: %s", text, describe_address(pointer).c_str());
+}
+void check_range(const void* pointer, size_t bytes, const char* call) {
+  need_range(call, "a buffer", pointer, bytes, true);
 }
 
 }  // namespace simt

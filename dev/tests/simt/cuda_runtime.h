@@ -5,7 +5,7 @@
 // device pointer belongs, sizes that leave an allocation, use after free, a destroyed stream. What a correct program
 // has to expect comes back as an error code: no device, out of memory.
 //
-// Work on a stream runs at once, or as late as synchronisation allows (Options::lazy_streams): then a host that reads a
+// Work on a stream runs at once, or as late as synchronisation allows (Options::streams): then a host that reads a
 // result without waiting, overwrites pinned memory that is still to be copied, or leaves out an event shows.
 //
 // One host thread at a time may call these functions. Not modelled: peer access, managed memory, stream priorities.

@@ -16,12 +16,17 @@ __global__ void add_one(float* x, int n) {
 }
 void add_one_to(float* x, int n, cudaStream_t stream) { launch(add_one<>, (n + 31) / 32, 32, 0, stream, x, n); }
 
-struct Runtime : testing::TestWithParam<bool> {
-  void SetUp() override { simt::options().lazy_streams = GetParam(); }
-  void TearDown() override { simt::options().lazy_streams = false; }
+using simt::Streams;
+
+struct Runtime : testing::TestWithParam<Streams> {
+  void SetUp() override { simt::options().streams = GetParam(); }
+  void TearDown() override { simt::options().streams = Streams::eager; }
 };
-INSTANTIATE_TEST_SUITE_P(Streams, Runtime, testing::Bool(),
-                         [](const auto& i) { return i.param ? "lazy" : "eager"; });
+const char* name(const testing::TestParamInfo<Streams>& i) {
+  const char* const names[] = {"eager", "lazy", "racing"};
+  return names[static_cast<int>(i.param)];
+}
+INSTANTIATE_TEST_SUITE_P(Streams, Runtime, testing::Values(Streams::eager, Streams::lazy, Streams::racing), name);
 
 TEST_P(Runtime, copies_and_kernels_in_order_on_one_stream) {
   const int n = 100;
@@ -35,7 +40,7 @@ TEST_P(Runtime, copies_and_kernels_in_order_on_one_stream) {
   cudaMemcpyAsync(device, host, n * sizeof(float), cudaMemcpyHostToDevice, stream);
   add_one_to(device, n, stream);
   cudaMemcpyAsync(host, device, n * sizeof(float), cudaMemcpyDeviceToHost, stream);
-  EXPECT_EQ(host[5], GetParam() ? 5.0f : 6.0f);  // the extremes of what a host may see that doesn't wait
+  EXPECT_EQ(host[5], GetParam() == Streams::eager ? 6.0f : 5.0f);  // what a host may see that doesn't wait
   cudaStreamSynchronize(stream);
   for (int i = 0; i < n; i++) EXPECT_EQ(host[i], static_cast<float>(i + 1));
   cudaMemsetAsync(device, 0, 4 * sizeof(float), stream);
@@ -49,8 +54,9 @@ TEST_P(Runtime, copies_and_kernels_in_order_on_one_stream) {
   EXPECT_EQ(simt::allocated_bytes(), 0u);
 }
 
-// A second stream must wait for the first by an event; without it the copy reads what it finds.
-float value_seen_by_second_stream(bool wait) {
+// A second stream must wait for the first by an event; without it the copy reads what it finds. The host waits for the
+// second one, if asked for the first one before it.
+float value_seen_by_second_stream(bool wait, bool host_waits_for_both) {
   float *device, *host;
   cudaStream_t first, second;
   cudaEvent_t done;
@@ -64,6 +70,7 @@ float value_seen_by_second_stream(bool wait) {
   cudaEventRecord(done, first);
   if (wait) cudaStreamWaitEvent(second, done);
   cudaMemcpyAsync(host, device, sizeof(float), cudaMemcpyDeviceToHost, second);
+  if (host_waits_for_both) cudaStreamSynchronize(first);
   cudaStreamSynchronize(second);
   const float seen = *host;
   cudaDeviceSynchronize();
@@ -75,8 +82,11 @@ float value_seen_by_second_stream(bool wait) {
   return seen;
 }
 TEST_P(Runtime, events_order_streams) {
-  EXPECT_EQ(value_seen_by_second_stream(true), 1.0f);
-  EXPECT_EQ(value_seen_by_second_stream(false), GetParam() ? 0.0f : 1.0f);  // lazy shows the missing event
+  EXPECT_EQ(value_seen_by_second_stream(true, false), 1.0f);
+  EXPECT_EQ(value_seen_by_second_stream(true, true), 1.0f);
+  // Each of the two late orders shows a missing event that the other one hides.
+  EXPECT_EQ(value_seen_by_second_stream(false, false), GetParam() == Streams::lazy ? 0.0f : 1.0f);
+  EXPECT_EQ(value_seen_by_second_stream(false, true), GetParam() == Streams::racing ? 0.0f : 1.0f);
 }
 
 TEST_P(Runtime, a_captured_graph_replays_on_two_streams) {
@@ -157,8 +167,8 @@ TEST(RuntimeErrorsDeath, misuse_is_reported) {
 
 // Pinned memory that is overwritten before its copy ran: only lazy streams show it.
 TEST(RuntimeErrors, lazy_streams_show_a_buffer_reused_too_early) {
-  for (const bool lazy : {false, true}) {
-    simt::options().lazy_streams = lazy;
+  for (const Streams streams : {Streams::eager, Streams::lazy}) {
+    simt::options().streams = streams;
     float *device, *staging, seen;
     cudaStream_t stream;
     cudaMalloc(&device, sizeof(float));
@@ -169,12 +179,12 @@ TEST(RuntimeErrors, lazy_streams_show_a_buffer_reused_too_early) {
     *staging = 2.0f;
     cudaStreamSynchronize(stream);
     cudaMemcpy(&seen, device, sizeof(float), cudaMemcpyDeviceToHost);
-    EXPECT_EQ(seen, lazy ? 2.0f : 1.0f);
+    EXPECT_EQ(seen, streams == Streams::lazy ? 2.0f : 1.0f);
     cudaFree(device);
     cudaFreeHost(staging);
     cudaStreamDestroy(stream);
   }
-  simt::options().lazy_streams = false;
+  simt::options().streams = Streams::eager;
 }
 
 }  // namespace

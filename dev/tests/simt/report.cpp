@@ -35,9 +35,10 @@ Options from_environment() {
   }
   if (const char* s = getenv("SIMT_STREAMS")) {
     const std::string name = s;
-    if (name == "eager") o.lazy_streams = false;
-    else if (name == "lazy") o.lazy_streams = true;
-    else bad_setting("SIMT_STREAMS", s, "eager or lazy");
+    if (name == "eager") o.streams = Streams::eager;
+    else if (name == "lazy") o.streams = Streams::lazy;
+    else if (name == "racing") o.streams = Streams::racing;
+    else bad_setting("SIMT_STREAMS", s, "eager, lazy or racing");
   }
   const auto number = [](const char* name, const char* s) {
     char* end;
@@ -82,10 +83,11 @@ Options& options() {
 std::string describe(const Options& o) {
   static const char* const schedules[] = {"forward", "reverse", "random", "ahead"};
   static const char* const asyncs[] = {"issue", "wait", "random"};
+  static const char* const streams[] = {"eager", "lazy", "racing"};
   return strf("SIMT_SCHEDULE=%s SIMT_SEED=%llu SIMT_ASYNC=%s SIMT_POISON=%#x SIMT_STREAMS=%s",
               schedules[static_cast<int>(o.schedule)],
               static_cast<unsigned long long>(o.seed), asyncs[static_cast<int>(o.async)], o.poison,
-              o.lazy_streams ? "lazy" : "eager");
+              streams[static_cast<int>(o.streams)]);
 }
 
 bool dropped(Site site, const char* kind) {

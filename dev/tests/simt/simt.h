@@ -38,12 +38,17 @@ enum class Schedule { forward, reverse, random, ahead };
 // issued, since its content is undefined from then on. random: either, copy by copy.
 enum class Async { at_issue, at_wait, random };
 
+// When work on a stream other than null runs: as it is put there; or once the host needs it (lazy); or then, and the
+// other streams first run as far as events let them (racing). So a stream that does not wait for another one runs too
+// late in lazy, or too early in racing.
+enum class Streams { eager, lazy, racing };
+
 struct Options {
   Schedule schedule = Schedule::forward;  // SIMT_SCHEDULE=forward|reverse|random|ahead
   uint64_t seed = 1;                      // SIMT_SEED
   Async async = Async::at_issue;          // SIMT_ASYNC=issue|wait|random
   uint32_t poison = 0x7fa07fa0;           // SIMT_POISON: a signalling NaN, read as fp32 or as two bf16
-  bool lazy_streams = false;              // SIMT_STREAMS=eager|lazy: when work on a stream other than null runs
+  Streams streams = Streams::eager;       // SIMT_STREAMS=eager|lazy|racing
 };
 
 // The options of the launches to come; they start from the environment.

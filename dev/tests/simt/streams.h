@@ -1,5 +1,6 @@
 // Streams as queues of work. Used by launches (intrinsics.h) and by the emulated runtime library.
 #pragma once
+#include <cstddef>
 #include <functional>
 
 #include "kernels/vector_types.h"
@@ -11,5 +12,7 @@ namespace simt {
 void submit(cudaStream_t stream, std::function<void()> work);
 // Aborts unless the pointer is null or in live device memory, or in pinned host memory.
 void check_argument(const void* pointer, const char* text);
+// Aborts unless all these bytes are live device memory.
+void check_range(const void* pointer, size_t bytes, const char* call);
 
 }  // namespace simt
