@@ -8,7 +8,7 @@
 
 CUDA ?= auto
 GPU := $(shell nvidia-smi -L 2> /dev/null)
-ifneq ($(filter quickstart test tests check bench,$(MAKECMDGOALS)),)
+ifneq ($(filter quickstart test tests check check-mutations bench,$(MAKECMDGOALS)),)
 ifeq ($(GPU),)
 CUDA := 0
 endif
@@ -70,9 +70,9 @@ tests: setup configure
 test: tests
 	$(call RUN_TESTS,$(BUILD))
 
-# The tests under sanitizers, what nvcc makes of the kernels, the golden files made anew. Two more by name: races between
-# CUDA threads (ThreadSanitizer) and barriers dropped one by one.
-check: setup check-sanitizers check-nvcc check-oracle
+# The tests under sanitizers; races between CUDA threads (ThreadSanitizer); their barriers dropped one by one; what nvcc
+# makes of the kernels; the golden files made anew.
+check: setup check-sanitizers check-races check-mutations check-nvcc check-oracle
 
 check-sanitizers:
 	$(call CONFIGURE,$(ASAN),-DSANITIZE=address$(COMMA)undefined -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_CXX_FLAGS_RELWITHDEBINFO="-O1 -g1" -DWITH_CUDA=OFF)
@@ -81,13 +81,12 @@ check-sanitizers:
 
 check-races:
 	$(call CONFIGURE,$(TSAN),-DWITH_TSAN=ON -DWITH_CUDA=OFF)
-	@$(COMPILE) $(TSAN) --parallel $(JOBS) --target simt_race_tests kernel_race_tests kernel_tests
+	@$(COMPILE) $(TSAN) --parallel $(JOBS) --target simt_race_tests kernel_race_tests
 	$(call RUN_TESTS,$(TSAN),-L races)
 
-check-mutations:
-	$(call CONFIGURE,$(TSAN),-DWITH_TSAN=ON -DWITH_CUDA=OFF)
-	@$(COMPILE) $(TSAN) --parallel $(JOBS) --target simt_tests kernel_tests
-	$(call RUN_TESTS,$(TSAN),-L mutation)
+check-mutations: configure
+	@$(COMPILE) $(BUILD) --parallel $(JOBS) --target simt_tests kernel_tests
+	$(call RUN_TESTS,$(BUILD),-L mutation)
 
 # Without nvcc the kernels go unchecked: an error where that would go unnoticed (CI), a line elsewhere.
 check-nvcc:
@@ -114,8 +113,9 @@ help:
 	@echo "make              build ./train_gpt"
 	@echo "make quickstart   install packages, build, prepare English text, train a small GPT for two minutes"
 	@echo "make test         install packages, build, run all tests"
-	@echo "make check        all tests under sanitizers, nvcc's view of the kernels, golden files"
-	@echo "make check-races  races between CUDA threads; make check-mutations: each barrier dropped in turn"
+	@echo "make check        all tests under sanitizers, races between CUDA threads, each of their barriers dropped"
+	@echo "                  in turn, nvcc's view of the kernels, golden files; parts: check-sanitizers, check-races,"
+	@echo "                  check-mutations, check-nvcc, check-oracle"
 	@echo "make bench        benchmarks"
 	@echo "make setup        install packages only; without root: scripts/setup.sh --prefix=.deps"
 	@echo "make clean        remove what was built; data/ and runs/ stay"
