@@ -32,6 +32,7 @@
 #include "runtime/metrics.h"
 #include "runtime/model_config.h"
 #include "runtime/options.h"
+#include "runtime/preflight.h"
 #include "runtime/random.h"
 #include "runtime/schedule.h"
 #include "runtime/terminal.h"
@@ -814,6 +815,7 @@ void train(Options o, const ModelConfig& config, Data& data, const std::string& 
          o.mcf == "strict" ? "" : (" " + o.mcf).c_str(), meaning, bytes_per_param);
   if (!o.lockstep.empty()) printf("           in lock-step, fed with its gradients: %s\n", o.lockstep.c_str());
   if (o.shadow) printf("           compared with fp64 AdamW on one weight in %s\n", human_count(o.shadow).c_str());
+  printf("%s", preflight_text(o).c_str());
   if (data.train) printf("train      %s\n", describe(*data.train).c_str());
   printf("val        %s\n", data.val ? describe(*data.val).c_str() : "none: no --val-data");
   if (data.train && data.val)
