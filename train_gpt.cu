@@ -32,6 +32,7 @@
 #include "runtime/metrics.h"
 #include "runtime/model_config.h"
 #include "runtime/options.h"
+#include "runtime/plan.h"
 #include "runtime/preflight.h"
 #include "runtime/random.h"
 #include "runtime/schedule.h"
@@ -58,22 +59,36 @@ struct ParameterTable {
   std::vector<Block> blocks;        // of all tensors: what the optimizer and the norm work on
   std::vector<std::string> groups;  // that quality is told for: embeddings, h0.attn, h0.mlp, h0.norms, ..., ln_f
   std::vector<size_t> block_group;  // of each block
-  size_t elements = 0;              // of the flat buffer, alignment and padding included
-  int64_t count = 0;                // parameters of the model, without them
+  size_t n_blocks = 0;
+  size_t elements = 0;  // of the flat buffer, alignment and padding included
+  int64_t count = 0;    // parameters of the model, without them
+
+  // Elements of rank 0's part, where cut_blocks() cuts, but without the list of blocks.
+  size_t first_part(int ranks) const {
+    const size_t target = elements / static_cast<size_t>(ranks);
+    for (const auto& t : parameters) {
+      const size_t before = std::max(target, t.begin) - t.begin;
+      const size_t cut = (before + block_elements - 1) / block_elements * block_elements;
+      if (ranks > 1 && cut < t.n()) return t.begin + cut;
+    }
+    return elements;
+  }
 };
 
-ParameterTable parameter_table(const ModelConfig& c) {
+// with_blocks = false leaves out the list of blocks: 350 MB for 175 billion parameters, which a plan has no use for.
+ParameterTable parameter_table(const ModelConfig& c, bool with_blocks = true) {
   ParameterTable table;
   std::string group = "embeddings";
   const auto add = [&](std::string name, int64_t rows, int64_t columns, Init init, int64_t used_rows = -1) {
     const bool matrix = init == Init::normal || init == Init::residual;
     if (used_rows < 0) used_rows = rows;
     table.parameters.push_back({std::move(name), rows, columns, used_rows, init, matrix, table.elements});
-    append_blocks(table.blocks, table.elements, static_cast<size_t>(rows * columns), matrix);
+    const size_t n = static_cast<size_t>(rows * columns);
+    if (with_blocks) append_blocks(table.blocks, table.elements, n, matrix);
     const auto known = std::find(table.groups.begin(), table.groups.end(), group);
     table.block_group.resize(table.blocks.size(), static_cast<size_t>(known - table.groups.begin()));
     if (known == table.groups.end()) table.groups.push_back(group);
-    const size_t n = static_cast<size_t>(rows * columns);
+    table.n_blocks += (n + block_elements - 1) / block_elements;
     table.elements += (n + tensor_alignment - 1) / tensor_alignment * tensor_alignment;
     table.count += used_rows * columns;
   };
@@ -546,16 +561,23 @@ struct Listener {
 
 // "collage_plus" or "collage_plus:fused": a precision and, where it is not --mcf's, a mode.
 struct PrecisionName {
-  std::string precision, mode;
+  std::string text, precision, mode;
 };
 PrecisionName parse_precision(const char* flag, const std::string& text, const std::string& default_mode) {
   const size_t colon = text.find(':');
-  const PrecisionName name{text.substr(0, colon), colon == text.npos ? default_mode : text.substr(colon + 1)};
+  const PrecisionName name{text, text.substr(0, colon), colon == text.npos ? default_mode : text.substr(colon + 1)};
   const bool known_mode = name.mode == "strict" || name.mode == "fused" || name.mode == "as-released";
   if (!known_mode || !with_strategy(name.precision, name.mode, []<class S>() {}))
     USAGE_ERROR("--%s: found %s, expected a --precision, perhaps with a --mcf: collage_plus or collage_plus:fused",
                 flag, in_quotes(text).c_str());
   return name;
+}
+
+std::vector<PrecisionName> lockstep_names(const Options& o) {
+  std::vector<PrecisionName> names;
+  std::istringstream list(o.lockstep);
+  for (std::string name; std::getline(list, name, ',');) names.push_back(parse_precision("lockstep", name, o.mcf));
+  return names;
 }
 
 template <class floatX>
@@ -572,17 +594,16 @@ std::unique_ptr<Optimizer<floatX>> make_optimizer(const char* flag, const Precis
 template <class floatX>
 std::vector<Listener<floatX>> make_listeners(const Options& o, GPT<floatX>& model, const Part& part, Device& device) {
   std::vector<Listener<floatX>> listeners;
-  listeners.push_back({"",
-                       model.params(),
-                       make_optimizer("precision", {o.precision, o.mcf}, model.params(), model.blocks, part, device),
-                       {}});
-  std::istringstream names(o.lockstep);
-  for (std::string name; std::getline(names, name, ',');) {
-    Listener<floatX> l{"lockstep." + name + ".", nullptr, nullptr, {}};
+  listeners.push_back(
+      {"",
+       model.params(),
+       make_optimizer("precision", {"", o.precision, o.mcf}, model.params(), model.blocks, part, device),
+       {}});
+  for (const PrecisionName& name : lockstep_names(o)) {
+    Listener<floatX> l{"lockstep." + name.text + ".", nullptr, nullptr, {}};
     for (const auto& other : listeners)
-      if (other.prefix == l.prefix) USAGE_ERROR("--lockstep: found %s twice", in_quotes(name).c_str());
-    l.optimizer = make_optimizer("lockstep", parse_precision("lockstep", name, o.mcf), model.params(), model.blocks,
-                                 part, device);
+      if (other.prefix == l.prefix) USAGE_ERROR("--lockstep: found %s twice", in_quotes(name.text).c_str());
+    l.optimizer = make_optimizer("lockstep", name, model.params(), model.blocks, part, device);
     l.copy = Buffer<floatX>(device, Memory::states, model.table.elements);
     l.params = l.copy;
     std::vector<floatX> initial(model.table.elements);
@@ -710,51 +731,88 @@ std::string describe(const Dataset& data) {
               human_count(data.dropped_tokens()).c_str());
 }
 
-// Refuses a run that a GPU has no memory for before it allocates anything, and says what would fit.
-template <class floatX>
-void check_memory(const Options& o, const ModelConfig& config, int bytes_per_param, int ranks, Device& device) {
-  if (!device.is_cuda()) return;
-  const int64_t elements = static_cast<int64_t>(parameter_table(config).elements);
-  const int64_t state_bytes = bytes_per_param - 2 * static_cast<int64_t>(sizeof(floatX));
-  const int64_t fixed = elements * 2 * static_cast<int64_t>(sizeof(floatX)) +
-                        (o.eval_only ? 0 : elements * state_bytes / (o.zero ? ranks : 1));
-  const auto needed = [&](int B) {
-    Layout layout;
-    Activations<floatX>().lay_out(layout, config, B, o.seq_len, recompute_level(o.recompute));
-    Workspace<floatX>().lay_out(layout, config, B, o.seq_len, recompute_level(o.recompute));
-    return fixed + static_cast<int64_t>(layout.bytes()) + (int64_t{64} << 20);  // and the kernels' scratch
+// What the kernels of a GPU ask Device::scratch for, at most: its slots 0 and 1, and cuBLASLt's.
+int64_t kernel_scratch_bytes(const ModelConfig& c, int B, int T, size_t n_blocks) {
+  const int BT = B * T;
+  const size_t floats = std::max({static_cast<size_t>(BT) * c.NH, layernorm_backward_scratch(BT, c.C),
+                                  bias_backward_scratch(BT, 4 * c.C), TokenBuckets::ints(BT), 2 * n_blocks});
+  return static_cast<int64_t>((floats + encoder_backward_scratch(B, T, c.C)) * sizeof(float)) + (int64_t{32} << 20);
+}
+
+// What rank 0 of a run allocates; the parts of other ranks are larger by a block at most. All that asks for memory
+// before it is allocated asks here. The list of blocks is not needed.
+MemoryPlanner memory_planner(const ModelConfig& c, ParameterTable table, int ranks) {
+  return [&c, table = std::move(table), ranks](const Options& o, const PrecisionBytes& precision) {
+    const auto layout_bytes = [&]<class Pointers>(Pointers pointers) {
+      Layout layout;
+      pointers.lay_out(layout, c, o.batch_size, o.seq_len, recompute_level(o.recompute));
+      return static_cast<int64_t>(layout.bytes());
+    };
+    const bool in_bf16 = precision.weight == sizeof(bf16);
+    const int64_t blocks = static_cast<int64_t>(table.n_blocks);
+    MemoryPlan plan;
+    plan[Memory::weights] = plan[Memory::gradients] = static_cast<int64_t>(table.elements) * precision.weight;
+    plan[Memory::activations] = in_bf16 ? layout_bytes(Activations<bf16>()) : layout_bytes(Activations<float>());
+    plan[Memory::workspace] = in_bf16 ? layout_bytes(Workspace<bf16>()) : layout_bytes(Workspace<float>());
+    plan[Memory::workspace] += blocks * static_cast<int64_t>(sizeof(Block));
+    if (!o.eval_only) {  // the optimizers'
+      const int64_t part = static_cast<int64_t>(table.first_part(o.zero ? ranks : 1));
+      const auto add_optimizer = [&](int states) {
+        plan[Memory::states] += part * states;
+        plan[Memory::workspace] += blocks * static_cast<int64_t>(sizeof(QualitySums)) + sizeof(AdamWStep);
+      };
+      add_optimizer(precision.states);
+      for (const PrecisionName& name : lockstep_names(o))
+        with_strategy(name.precision, name.mode, [&]<class S>() {
+          add_optimizer(precision_bytes<S>().states);
+          plan[Memory::states] += static_cast<int64_t>(table.elements * sizeof(typename S::Theta));  // its own weights
+        });
+      if (o.total_batch_tokens > int64_t{o.batch_size} * o.seq_len * ranks && in_bf16)
+        plan[Memory::gradients] += static_cast<int64_t>(table.elements) * GradientSum::bytes(o.grad_accum);
+    }
+    constexpr int64_t pages = int64_t{32} << 20;  // a page of 2 MiB lost to each of some 12 allocations
+    plan.scratch = kernel_scratch_bytes(c, o.batch_size, o.seq_len, table.n_blocks) + pages;
+    return plan;
   };
-  const int64_t free = device.free_bytes();
-  if (needed(o.batch_size) <= free) return;
-  int fits = 0;
-  for (int step = 1 << 20; step > 0; step /= 2)
-    if (fits + step < o.batch_size && needed(fits + step) <= free) fits += step;
-  const std::string hint = fits ? strf("the largest that fits is --batch-size=%d", fits)
-                                : "no batch size fits: take a smaller --model, --recompute=block, or --zero=1";
-  RUN_ERROR("--batch-size: %d needs %s of GPU memory (weights, gradients and states %s), %s are free; %s", o.batch_size,
-            human_bytes(static_cast<double>(needed(o.batch_size))).c_str(),
-            human_bytes(static_cast<double>(fixed)).c_str(), human_bytes(static_cast<double>(free)).c_str(),
-            hint.c_str());
+}
+
+// Completes --total-batch-tokens: micro-batches of B x T tokens, as many on every rank, make it up.
+void complete_batch(Options& o, int ranks) {
+  const int B = o.batch_size, T = o.seq_len;
+  const int64_t all_ranks_tokens = static_cast<int64_t>(B) * T * ranks;
+  if (o.total_batch_tokens == 0) o.total_batch_tokens = all_ranks_tokens;
+  if (o.total_batch_tokens % all_ranks_tokens)
+    USAGE_ERROR("--total-batch-tokens: %lld is no multiple of batch-size x seq-len%s = %d x %d%s = %lld; try %lld",
+                static_cast<long long>(o.total_batch_tokens), ranks > 1 ? " x ranks" : "", B, T,
+                ranks > 1 ? strf(" x %d", ranks).c_str() : "", static_cast<long long>(all_ranks_tokens),
+                static_cast<long long>((o.total_batch_tokens / all_ranks_tokens + 1) * all_ranks_tokens));
+}
+
+// --plan, for so many ranks. Allocates nothing.
+void print_plan(Options o, int ranks) {
+  if (o.model.empty()) o.model = o.device == "cpu" ? "d6" : "d12";
+  o.seq_len = model_config(o, 0).max_T;
+  complete_batch(o, ranks);
+  const ModelConfig config = model_config(o, 0);
+  const ParameterTable table = parameter_table(config, false);
+  const Plan plan = make_plan(o, config, table.count, static_cast<int64_t>(table.first_part(o.zero ? ranks : 1)), ranks,
+                              memory_planner(config, table, ranks));
+  const std::string warnings = preflight_text(o);
+  printf("%s%s%s", plan_text(plan).c_str(), warnings.empty() ? "" : "\n", warnings.c_str());
 }
 
 template <class floatX>
-void train(Options o, const ModelConfig& config, Data& data, const std::string& command, int bytes_per_param,
-           const char* meaning, const std::string& why_no_gpu, Device& device, Comm& comm) {
+void train(Options o, const ModelConfig& config, Data& data, const std::string& command,
+           const PrecisionBytes& precision, const char* meaning, const std::string& why_no_gpu, Device& device,
+           Comm& comm) {
   const auto now = [] {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
   };
   const int B = o.batch_size, T = o.seq_len;
 
-  // The batch: micro-batches of B x T tokens, as many as make up the total. Every rank takes the same number of them,
-  // the first rank the first in the stream of sequences.
-  const int64_t micro_tokens = static_cast<int64_t>(B) * T, all_ranks_tokens = micro_tokens * comm.ranks();
-  if (o.total_batch_tokens == 0) o.total_batch_tokens = all_ranks_tokens;
-  if (o.total_batch_tokens % all_ranks_tokens)
-    USAGE_ERROR("--total-batch-tokens: %lld is no multiple of batch-size x seq-len%s = %d x %d%s = %lld; try %lld",
-                static_cast<long long>(o.total_batch_tokens), comm.ranks() > 1 ? " x ranks" : "", B, T,
-                comm.ranks() > 1 ? strf(" x %d", comm.ranks()).c_str() : "", static_cast<long long>(all_ranks_tokens),
-                static_cast<long long>((o.total_batch_tokens / all_ranks_tokens + 1) * all_ranks_tokens));
-  const int64_t step_micro_batches = o.total_batch_tokens / micro_tokens, step_sequences = step_micro_batches * B;
+  // Every rank takes as many micro-batches, the first rank the first in the stream of sequences.
+  complete_batch(o, comm.ranks());
+  const int64_t step_micro_batches = o.total_batch_tokens / B / T, step_sequences = step_micro_batches * B;
   const int64_t micro_batches = step_micro_batches / comm.ranks(), first_micro_batch = micro_batches * comm.rank();
   if (!o.eval_only && o.steps == 0) {
     o.steps = data.train->sequences() / step_sequences;
@@ -775,14 +833,18 @@ void train(Options o, const ModelConfig& config, Data& data, const std::string& 
   const std::vector<int32_t> prompt = prompt_tokens(o, data.tokenizer, config.V);
 
   const double start = now();
-  check_memory<floatX>(o, config, bytes_per_param, comm.ranks(), device);
+  if (device.is_cuda())
+    require_memory(o, precision, memory_planner(config, parameter_table(config, false), comm.ranks()),
+                   device.free_bytes());
   GPT<floatX> model(config, B, T, recompute_level(o.recompute), o.seed, device);
   const Cut cut = cut_blocks(model.table.blocks, model.table.elements, comm.ranks());
   const Part part = o.zero ? cut.part(comm.rank()) : Part(model.table.elements);
   std::vector<Listener<floatX>> listeners;
   if (!o.eval_only) listeners = make_listeners(o, model, part, device);
-  Shadow<floatX> shadow(o.eval_only ? 0 : o.shadow, model.params(), model.blocks, part, device);
   GradientSum gradient_sum(micro_batches > 1 && !o.eval_only ? o.grad_accum : "bf16", model.table.elements, device);
+  std::array<int64_t, memory_names.size()> allocated;  // what the plan says; kernels ask for scratch as they first run
+  for (size_t m = 0; m < allocated.size(); m++) allocated[m] = device.bytes(static_cast<Memory>(m));
+  Shadow<floatX> shadow(o.eval_only ? 0 : o.shadow, model.params(), model.blocks, part, device);
   const double peak = comm.sum(device.is_cuda() ? gpu_peak_flops(device.properties().name, sizeof(floatX) == 2)
                                                 : measured_product_peak(sizeof(floatX) == 2, device));  // of all ranks
   const std::vector<std::string> devices = comm.list_devices(
@@ -812,7 +874,7 @@ void train(Options o, const ModelConfig& config, Data& data, const std::string& 
          o.model.c_str(), config.L, config.C, config.NH, T, config.V, config.Vp,
          human_count(model.table.count).c_str());
   printf("precision  %s%s: %s, %d bytes a parameter with its gradient\n", o.precision.c_str(),
-         o.mcf == "strict" ? "" : (" " + o.mcf).c_str(), meaning, bytes_per_param);
+         o.mcf == "strict" ? "" : (" " + o.mcf).c_str(), meaning, precision.total());
   if (!o.lockstep.empty()) printf("           in lock-step, fed with its gradients: %s\n", o.lockstep.c_str());
   if (o.shadow) printf("           compared with fp64 AdamW on one weight in %s\n", human_count(o.shadow).c_str());
   printf("%s", preflight_text(o).c_str());
@@ -831,9 +893,8 @@ void train(Options o, const ModelConfig& config, Data& data, const std::string& 
   Record memory;
   printf("memory    ");
   for (size_t m = 0; m < memory_names.size(); m++) {
-    const int64_t bytes = device.bytes(static_cast<Memory>(m));
-    memory.add(memory_names[m], bytes);
-    printf(" %s %s%s", memory_names[m], human_bytes(static_cast<double>(bytes)).c_str(),
+    memory.add(memory_names[m], allocated[m]);
+    printf(" %s %s%s", memory_names[m], human_bytes(static_cast<double>(allocated[m])).c_str(),
            m + 1 < memory_names.size() ? ","
            : comm.ranks() > 1          ? " (each rank)\n"
                                        : "\n");
@@ -848,7 +909,7 @@ void train(Options o, const ModelConfig& config, Data& data, const std::string& 
   run.add("command", command).add("version", version()).add("precision", o.precision);
   run.add("device", device.is_cuda() ? device.properties().name : "cpu").add("ranks", comm.ranks());
   run.add("threads", device.threads()).add("isa", product_library()).add("flags", flag_values(o));
-  run.add("parameters", model.table.count).add("bytes_per_param", bytes_per_param).add("memory", memory);
+  run.add("parameters", model.table.count).add("bytes_per_param", precision.total()).add("memory", memory);
   metrics.write(run);
 
   const auto print_sample = [&](int64_t step) {
@@ -993,6 +1054,7 @@ void run(int argc, char** argv, Comm& comm) {
   Options o = parse_options(argc, argv);
   if (o.help) return void(printf("%s", help_text().c_str()));
   if (o.version) return void(printf("train_gpt %s\n", version()));
+  if (o.plan) return print_plan(o, o.plan_ranks ? o.plan_ranks : comm.ranks());
   std::string why_no_gpu;
   const int gpus = o.device == "cpu" ? 0 : Device::gpus(why_no_gpu);
   if (o.device == "cuda" && !gpus) RUN_ERROR("--device=cuda: %s; --device=cpu trains without", why_no_gpu.c_str());
@@ -1009,8 +1071,8 @@ void run(int argc, char** argv, Comm& comm) {
   Device device(cuda ? DeviceKind::cuda : DeviceKind::cpu, cuda ? comm.local_rank() % gpus : 0,
                 comm.threads(o.threads));
   with_strategy(o.precision, o.mcf, [&]<class S>() {
-    train<typename S::Theta>(o, config, data, command_line(argc, argv), bytes_per_parameter<S>(), S::meaning,
-                             why_no_gpu, device, comm);
+    train<typename S::Theta>(o, config, data, command_line(argc, argv), precision_bytes<S>(), S::meaning, why_no_gpu,
+                             device, comm);
   });
   comm.leave();
 }

@@ -31,10 +31,14 @@ class Shadow {
       : sums_(blocks.host.size()) {
     if (one_in == 0) return;
     const size_t last = std::min(part.last_block, blocks.host.size());
-    for (size_t b = part.first_block; b < last; b++)
-      for (size_t p = blocks.host[b].begin; p < blocks.host[b].begin + blocks.host[b].n; p++)
-        if (random_bits(~uint64_t{2}, p) % static_cast<uint64_t>(one_in) == 0)
-          places_.push_back(p), block_.push_back(b), decay_.push_back(blocks.host[b].decay);
+    const uint64_t run = static_cast<uint64_t>(one_in);
+    for (size_t b = part.first_block; b < last;
+         b++)  // in each run of so many elements of a block, the one at a random place
+      for (uint64_t i = 0; i < blocks.host[b].n; i += run) {
+        const uint64_t place = blocks.host[b].begin + i, at = random_bits(~uint64_t{2}, place) % run;
+        if (i + at < blocks.host[b].n)
+          places_.push_back(place + at), block_.push_back(b), decay_.push_back(blocks.host[b].decay);
+      }
     const size_t n = places_.size();
     at_ = Buffer<size_t>(device, Memory::workspace, n);
     gathered_ = Buffer<floatX>(device, Memory::workspace, n);

@@ -36,6 +36,8 @@ struct Flag {
 constexpr double max_count = 1e9;  // keeps every product of two counts, such as steps * tokens, within int64_t
 constexpr double max_seed = 9007199254740991;  // 2^53 - 1: exact in every reader of JSON
 
+constexpr const char* plan_group = "Plan";
+
 const std::vector<Flag>& flag_table() {
   using O = Options;
   static const std::vector<Flag> table = {
@@ -129,6 +131,13 @@ const std::vector<Flag>& flag_table() {
       {"Validation and samples", "sample-tokens", &O::sample_tokens, "tokens in a sample", 1, 1048576},
       {"Validation and samples", "prompt", &O::prompt, "text that a sample continues", 0, 0, "end of text", {}, true},
       {"Validation and samples", "eval-only", &O::eval_only, "validate, sample if asked, and stop"},
+
+      {plan_group, "plan", &O::plan, "print what the run takes of memory and time at least, and stop; needs no GPU"},
+      {plan_group, "gpu", &O::gpu,
+       "H100, H200, B200, A100, L40S, 4090, ..., or one's memory, bandwidth and peak as <GB>,<TB/s>,<TFLOP/s>", 0, 0,
+       "H100"},
+      {plan_group, "plan-ranks", &O::plan_ranks, "ranks to plan for", 1, 65536, "those that run"},
+      {plan_group, "plan-network", &O::plan_network, "GB/s that a rank sends, and receives", 1e-3, 1e6, "50"},
 
       {"Output", "out", &O::out, "run folder, for metrics.jsonl", 0, 0, "nothing is written"},
       {"Output", "edq-every", &O::edq_every, "measure the quality of the update every n steps; 0 = never", 0, max_count,
@@ -336,6 +345,14 @@ Options parse_options(int argc, char** argv) {
   if (options.eval_only && options.val_data.empty() && !options.train_data.empty()) {
     USAGE_ERROR("--eval-only: found --train-data without --val-data, expected shards to validate on; add --val-data");
   }
+  if (!options.plan) {
+    const char* given = !options.gpu.empty()   ? "gpu"
+                        : options.plan_ranks   ? "plan-ranks"
+                        : options.plan_network ? "plan-network"
+                                               : nullptr;
+    if (given)
+      USAGE_ERROR("--%s: found without --plan, expected with it: a run takes what is there; add --plan", given);
+  }
   return options;
 }
 
@@ -399,6 +416,7 @@ Record flag_values(const Options& options) {
   Record record;
   for (const Flag& flag : flag_table()) {
     if (flag.member == Member(&Options::help) || flag.member == Member(&Options::version)) continue;
+    if (flag.group == plan_group) continue;  // no part of a run
     std::visit(
         [&](auto member) {
           const auto& value = options.*member;

@@ -60,6 +60,12 @@ struct Options {
   int64_t shadow = -1;     // one weight in so many; 0 = none; -1 = not given: 1024 with lockstep, else none
   std::string lockstep;    // precisions, separated by commas; "" = none
 
+  // The plan: printed instead of a run.
+  bool plan = false;
+  std::string gpu;          // planned for: a name, or "<GB>,<TB/s>,<TFLOP/s>"; "" = not given: H100
+  int plan_ranks = 0;       // 0 = not given: the ranks that run
+  double plan_network = 0;  // GB/s that a rank sends, and as many that it receives; 0 = not given: 50
+
   bool help = false;     // print help_text() and stop
   bool version = false;  // print version() and stop
 };

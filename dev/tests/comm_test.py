@@ -17,8 +17,8 @@ import time
 import unittest
 
 import program
-from program import (BINARY, PRECISIONS, T, ProgramTest, Run, data_flags, path, read_metrics, set_up, tear_down,
-                     text_ids, write_shard)
+from program import (BINARY, PRECISIONS, T, VOCAB, ProgramTest, Run, data_flags, path, plan, read_metrics, set_up,
+                     tear_down, text_ids, write_shard)
 
 # No thread of a rank spins while another wants the core.
 ENV = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1",
@@ -246,6 +246,8 @@ class RanksOverMpi(Ranks):
         # Half the elements, give or take a block of 8192 with the 8 bytes an element of collage_plus's states.
         self.assertLessEqual(abs(run["memory"]["states"] - alone["states"] / 2), 8192 * 8 + 4096)
         self.assertEqual(run["memory"]["gradients"], alone["gradients"])
+        planned = plan(*flags(f"--vocab-size={VOCAB}"), "--zero=1", "--plan-ranks=2")
+        self.assertEqual({name: planned[name] for name in run["memory"]}, run["memory"])
 
     def test_one_rank_never_calls_mpi(self):
         """MPI_Init fails under this setting: 2 ranks notice, 1 must not."""

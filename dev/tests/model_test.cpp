@@ -135,6 +135,20 @@ TYPED_TEST(Model, LossAndGradientsEqualPyTorch) {
   EXPECT_EQ(static_cast<int64_t>(elements), model.table.count);
 }
 
+// The plan's shortcut, for models whose cut falls within a tensor, on its border, and beyond all blocks.
+TEST(ParameterTable, FirstPartIsThatOfTheCut) {
+  for (const auto& [L, C, V] : {std::array{1, 4, 97}, {2, 96, 257}, {3, 128, 8192}, {12, 768, 50257}}) {
+    ModelConfig c;
+    c.L = L, c.C = C, c.NH = 1, c.max_T = 64, c.V = V, c.Vp = (V + 127) / 128 * 128;
+    const ParameterTable table = parameter_table(c);
+    EXPECT_EQ(table.n_blocks, table.blocks.size());
+    EXPECT_EQ(parameter_table(c, false).n_blocks, table.n_blocks);
+    for (const int ranks : {1, 2, 3, 4, 7, 8, 64, 1000, 65536})
+      EXPECT_EQ(table.first_part(ranks), cut_blocks(table.blocks, table.elements, ranks).part(0).n())
+          << L << " layers, " << ranks << " ranks";
+  }
+}
+
 // Ten steps on ten batches. Decay on matrices, embeddings included, none on biases and LayerNorm; clipping in about
 // half of the steps.
 TEST(LossCurve, TenAdamWStepsEqualPyTorch) {

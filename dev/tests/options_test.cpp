@@ -39,9 +39,10 @@ void expect_refused(const std::vector<std::string>& words, const std::string& pa
 const std::vector<std::string> whole_numbers = {"threads",       "layers",       "heads",         "channels",
                                                 "seq-len",       "vocab-size",   "batch-size",    "total-batch-tokens",
                                                 "steps",         "warmup-steps", "seed",          "val-every",
-                                                "val-sequences", "sample-every", "sample-tokens", "edq-every"};
-const std::vector<std::string> real_numbers = {"lr",  "final-lr-frac", "beta1",    "beta2",
-                                               "eps", "weight-decay",  "grad-clip"};
+                                                "val-sequences", "sample-every", "sample-tokens", "edq-every",
+                                                "plan-ranks"};
+const std::vector<std::string> real_numbers = {"lr",  "final-lr-frac", "beta1",     "beta2",
+                                               "eps", "weight-decay",  "grad-clip", "plan-network"};
 
 }  // namespace
 
@@ -65,12 +66,13 @@ TEST(Options, DefaultsAreThoseOfTheContract) {
   EXPECT_EQ(o.sample_every, 0);
   EXPECT_EQ(o.sample_tokens, 128);
   EXPECT_EQ(o.seed, 1337u);
-  EXPECT_FALSE(o.eval_only || o.overfit_batch || o.help || o.version);
+  EXPECT_FALSE(o.eval_only || o.overfit_batch || o.plan || o.help || o.version);
   // Not given.
   EXPECT_EQ(o.threads + o.layers + o.heads + o.channels + o.seq_len + o.vocab_size, 0);
   EXPECT_EQ(o.total_batch_tokens, 0);
   EXPECT_EQ(o.edq_every, -1);
-  EXPECT_EQ(o.model + o.train_data + o.val_data + o.out + o.prompt, "");
+  EXPECT_EQ(o.plan_ranks + o.plan_network, 0);
+  EXPECT_EQ(o.gpu + o.model + o.train_data + o.val_data + o.out + o.prompt, "");
 }
 
 TEST(Options, ReadsEveryFlag) {
@@ -219,6 +221,18 @@ TEST(Options, EvalOnlyNeedsShardsToValidateOn) {
   EXPECT_EQ(error_of({"--eval-only"}), "");
 }
 
+TEST(Options, ThePlansFlagsNeedThePlan) {
+  const Options o = parse({"--plan", "--gpu=H200", "--plan-ranks=8", "--plan-network=12.5"});
+  EXPECT_TRUE(o.plan);
+  EXPECT_EQ(o.gpu, "H200");
+  EXPECT_EQ(o.plan_ranks, 8);
+  EXPECT_EQ(o.plan_network, 12.5);
+  for (const char* word : {"--gpu=H200", "--plan-ranks=8", "--plan-network=12.5"})
+    expect_refused({word}, "found without --plan");
+  for (const char* word : {"--plan-ranks=0", "--plan-ranks=65537", "--plan-network=0", "--gpu="})
+    expect_refused({"--plan", word}, ": found ");
+}
+
 TEST(Options, HelpHoldsEveryFlagWithinAHundredColumns) {
   std::istringstream help(help_text());
   for (std::string line; std::getline(help, line);) EXPECT_LT(line.size(), 100u) << line;
@@ -255,7 +269,8 @@ TEST(Options, FlagValuesAreThoseInEffect) {
   EXPECT_EQ(std::get<bool>(value_of(record, "eval-only")->value), true);
   EXPECT_EQ(std::get<bool>(value_of(record, "overfit-batch")->value), false);
   EXPECT_EQ(std::get<std::string>(value_of(record, "precision")->value), "collage_plus");
-  for (const char* not_given : {"threads", "layers", "vocab-size", "model", "out", "edq-every", "help"}) {
+  for (const char* not_given :
+       {"threads", "layers", "vocab-size", "model", "out", "edq-every", "help", "plan", "gpu"}) {
     EXPECT_EQ(value_of(record, not_given), nullptr) << not_given;
   }
   Options options;

@@ -123,6 +123,36 @@ def read_metrics(file):
     return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
 
 
+def planned(*flags):
+    """What --plan prints with these flags."""
+    done = run("--plan", *flags)
+    if done.returncode:
+        raise AssertionError(f"{flags}: {done.stderr}")
+    return done.stdout.decode()
+
+
+def plan(*flags):
+    """Bytes by class and in total; under "notes" the words beside them."""
+    rows = re.findall(r"^(\w[\w ]*?) +[\d.]+ [kMGTP]?B +([\d,]+)(?:   (.*))?$", planned(*flags), re.M)
+    return {**{name: int(number.replace(",", "")) for name, number, _ in rows},
+            "notes": {name: note for name, _, note in rows}}
+
+
+def plan_table(head, *flags):
+    """The table whose first column has this head: {row: {column: text}}; totals in bytes, to three digits."""
+    lines = planned(*flags).split("\n" + head, 1)[1].splitlines()
+    columns = re.split(r"  +| (?=largest|AdamW)", lines[0].strip())
+    rows = {}
+    for line in lines[1:]:
+        cells = re.split(r" {2,}", line.strip())
+        if len(cells) != len(columns) + 1:
+            break
+        rows[cells[0]] = dict(zip(columns, cells[1:]))
+        number, unit = rows[cells[0]]["total"].split()
+        rows[cells[0]]["total"] = float(number) * 1000 ** ["B", "kB", "MB", "GB", "TB", "PB"].index(unit)
+    return rows
+
+
 class ProgramTest(unittest.TestCase):
     def refused(self, status, names, flags, may_have_begun=False):
         """These flags must end in one line on stderr that holds `names`, with this exit status (or one of these).
