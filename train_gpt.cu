@@ -35,6 +35,7 @@
 #include "runtime/plan.h"
 #include "runtime/preflight.h"
 #include "runtime/random.h"
+#include "runtime/report.h"
 #include "runtime/schedule.h"
 #include "runtime/terminal.h"
 
@@ -854,6 +855,7 @@ void train(Options o, const ModelConfig& config, Data& data, const std::string& 
   const double step_flops = 6.0 * static_cast<double>(model.table.count) * static_cast<double>(o.total_batch_tokens);
 
   Metrics metrics(comm.rank() == 0 ? o.out : "");
+  Report report(metrics.path());
   printf("train_gpt  %s\n", version());
   if (device.is_cuda()) {
     const cudaDeviceProp& gpu = device.properties();
@@ -899,7 +901,7 @@ void train(Options o, const ModelConfig& config, Data& data, const std::string& 
            : comm.ranks() > 1          ? " (each rank)\n"
                                        : "\n");
   }
-  if (!o.out.empty()) printf("output     %s\n", metrics.path().c_str());
+  if (!o.out.empty()) printf("output     %s, and %s for a browser\n", metrics.path().c_str(), report.path().c_str());
   if (!metrics.moved_to().empty())
     printf("           an earlier run's metrics are now in %s\n", metrics.moved_to().c_str());
   printf("           ready in %s\n", human_time(now() - start).c_str());
@@ -923,6 +925,7 @@ void train(Options o, const ModelConfig& config, Data& data, const std::string& 
     const double val_loss = validate(model, *data.val, o, comm);
     printf("%s\n", val_line(0, 0, val_loss).c_str());
     metrics.write(Record().add("step", 0).add("val_loss", val_loss));
+    report.update();
     if (o.sample_every && comm.rank() == 0) print_sample(0);
     return;
   }
@@ -1038,13 +1041,15 @@ void train(Options o, const ModelConfig& config, Data& data, const std::string& 
                   quality.lost_frac()};
     terminal.step(line);
     const auto due = [&](int64_t every) { return every && ((step + 1) % every == 0 || step + 1 == o.steps); };
-    if (data.val && due(o.val_every)) {
+    const bool validates = data.val && due(o.val_every);
+    if (validates) {
       const double val_loss = validate(model, *data.val, o, comm);
       terminal.val(step + 1, o.steps, val_loss);
       r.add("val_loss", val_loss);
     }
     if (due(o.sample_every) && comm.rank() == 0) print_sample(step + 1);
     metrics.write(r);
+    if (validates || step + 1 == o.steps) report.update();
     fflush(stdout);
   }
 }
