@@ -1,0 +1,161 @@
+// Optimizers that listen to one gradient: the run's own and those of --lockstep. What an update of each lost, and the
+// change of one into another precision.
+#pragma once
+#include <cstring>
+#include <memory>
+#include <numeric>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "mcf/adamw.cuh"
+#include "mcf/shadow.cuh"
+#include "runtime/comm.h"
+#include "runtime/options.h"
+#include "runtime/record.h"
+
+// "collage_plus", or with a mode that is not --mcf's: "collage_plus:fused".
+struct PrecisionName {
+  std::string text, precision, mode;
+};
+// flag: that the text comes from. Throws UsageError.
+inline PrecisionName parse_precision(const char* flag, const std::string& text, const std::string& default_mode) {
+  const size_t colon = text.find(':');
+  const PrecisionName name{text, text.substr(0, colon), colon == text.npos ? default_mode : text.substr(colon + 1)};
+  const bool known_mode = name.mode == "strict" || name.mode == "fused" || name.mode == "as-released";
+  if (!known_mode || !with_strategy(name.precision, name.mode, []<class S>() {}))
+    USAGE_ERROR("--%s: found %s, expected a --precision, perhaps with a --mcf: collage_plus or collage_plus:fused",
+                flag, in_quotes(text).c_str());
+  return name;
+}
+inline std::vector<PrecisionName> lockstep_names(const Options& o) {
+  std::vector<PrecisionName> names;
+  std::istringstream list(o.lockstep);
+  for (std::string name; std::getline(list, name, ',');) {
+    names.push_back(parse_precision("lockstep", name, o.mcf));
+    for (size_t i = 0; i + 1 < names.size(); i++)
+      if (names[i].text == name) USAGE_ERROR("--lockstep: found %s twice", in_quotes(name).c_str());
+  }
+  return names;
+}
+
+// --switch=STEP:PRECISION.
+struct Switch {
+  int64_t step;  // after so many; -1 = never
+  PrecisionName to;
+};
+inline Switch parse_switch(const Options& o) {
+  if (o.switch_precision.empty()) return {-1, {}};
+  const size_t colon = o.switch_precision.find(':'), digits = o.switch_precision.find_first_not_of("0123456789");
+  const int64_t step = colon > 0 && colon < 12 && digits == colon ? std::stoll(o.switch_precision) : 0;
+  if (step < 1 || step >= o.steps)
+    USAGE_ERROR("--switch: found %s, expected STEP:PRECISION with a step from 1 to %lld",
+                in_quotes(o.switch_precision).c_str(), static_cast<long long>(o.steps - 1));
+  return {step, parse_precision("switch", o.switch_precision.substr(colon + 1), o.mcf)};
+}
+
+// An optimizer and the weights that it updates: the model's, or a copy of them.
+template <class floatX>
+struct Listener {
+  std::string prefix;  // of its keys in metrics.jsonl; "" for the run's own
+  floatX* params;
+  std::unique_ptr<Optimizer<floatX>> optimizer;
+  Buffer<floatX> copy;
+};
+
+template <class floatX>
+std::unique_ptr<Optimizer<floatX>> make_optimizer(const char* flag, const PrecisionName& name, const floatX* params,
+                                                  const BlockList& blocks, const Part& part, Device& device) {
+  auto optimizer = make_optimizer(name.precision, name.mode, params, blocks, part, device);
+  if (!optimizer)
+    USAGE_ERROR("--%s: %s has %s weights and gradients, this run has %s; fp32 goes with none of the others", flag,
+                name.precision.c_str(), sizeof(floatX) == 2 ? "fp32" : "bf16", sizeof(floatX) == 2 ? "bf16" : "fp32");
+  return optimizer;
+}
+
+// The run's own optimizer first, then those of --lockstep. params: the initial weights, a flat buffer of so many
+// elements.
+template <class floatX>
+std::vector<Listener<floatX>> make_listeners(const Options& o, floatX* params, size_t elements, const BlockList& blocks,
+                                             const Part& part, Device& device) {
+  std::vector<Listener<floatX>> listeners;
+  listeners.push_back(
+      {"", params, make_optimizer("precision", {"", o.precision, o.mcf}, params, blocks, part, device), {}});
+  for (const PrecisionName& name : lockstep_names(o)) {
+    Listener<floatX> l{"lockstep." + name.text + ".", nullptr, nullptr, {}};
+    l.optimizer = make_optimizer("lockstep", name, params, blocks, part, device);
+    l.copy = Buffer<floatX>(device, Memory::states, elements);
+    l.params = l.copy;
+    std::vector<floatX> initial(elements);
+    device.download(initial.data(), params, elements);
+    device.upload(l.params, initial.data(), elements);
+    listeners.push_back(std::move(l));
+  }
+  return listeners;
+}
+
+inline void add_quality(Record& r, const std::string& prefix, const QualitySums& q) {
+  r.add_if_computed(prefix + "edq", q.edq()).add_if_computed(prefix + "edq_hi", q.edq_hi());
+  r.add(prefix + "update_norm", q.update_norm()).add(prefix + "effective_norm", q.effective_norm());
+  r.add(prefix + "effective_norm_hi", q.effective_norm_hi()).add(prefix + "lost_frac", q.lost_frac());
+  r.add(prefix + "lost_frac_hi", q.lost_frac_hi()).add(prefix + "lost_decay_frac", q.lost_decay_frac());
+  r.add(prefix + "stale_v_frac", q.stale_v_frac());
+}
+
+inline void add_drift(Record& r, const std::string& prefix, const std::vector<DriftSums>& blocks) {
+  DriftSums d;
+  for (const auto& block : blocks) d += block;
+  r.add_if_computed(prefix + "drift_theta", drift(d.weight, d.travelled));
+  r.add_if_computed(prefix + "drift_m", drift(d.m, d.m_size));
+  r.add_if_computed(prefix + "drift_v", drift(d.v, d.v_size));
+}
+
+// Makes the listener's optimizer one of another precision that goes on from the same weights and moments. A state that
+// both have is copied as it is; the others hold the nearest that they can. Returns lines that say what was rounded.
+template <class floatX>
+std::string switch_precision(Listener<floatX>& l, const PrecisionName& to, const BlockList& blocks, const Part& part,
+                             Device& device, Comm& comm) {
+  auto next = make_optimizer("switch", to, l.params, blocks, part, device);
+  struct {
+    const char* name;
+    double rounded = 0, error = 0, size = 0;
+  } changes[] = {{"weights"}, {"m"}, {"v"}};
+  double elements = 0;
+  for (size_t begin = part.begin, n; begin < part.end; begin += n) {
+    n = std::min(part.end - begin, size_t{1} << 20);
+    std::vector<size_t> places(n);
+    std::iota(places.begin(), places.end(), begin);
+    Buffer<size_t> at(device, Memory::workspace, n);
+    device.upload(at.data(), places.data(), n);
+    const auto before = l.optimizer->values(l.params, at, n, device);
+    next->set_values(l.params, begin, before, device);
+    for (const auto& from : l.optimizer->states())
+      for (const auto& into : next->states())
+        if (!strcmp(from.name, into.name) && from.element_bytes == into.element_bytes) {
+          const size_t first = (begin - part.begin) * from.element_bytes;
+          std::vector<char> bytes(n * from.element_bytes);
+          device.download(bytes.data(), static_cast<const char*>(from.data) + first, bytes.size());
+          device.upload(static_cast<char*>(into.data) + first, bytes.data(), bytes.size());
+        }
+    const auto after = next->values(l.params, at, n, device);
+    const auto compare = [&](auto& change, const std::vector<double>& was, const std::vector<double>& is) {
+      for (size_t i = 0; i < n; i++) {
+        change.rounded += is[i] != was[i];
+        change.error += (is[i] - was[i]) * (is[i] - was[i]), change.size += was[i] * was[i];
+      }
+    };
+    compare(changes[0], before.weight, after.weight);
+    compare(changes[1], before.m, after.m), compare(changes[2], before.v, after.v);
+    elements += static_cast<double>(n);
+  }
+  l.optimizer = std::move(next);
+  std::string lines = "now in " + to.text;
+  elements = comm.sum(elements);
+  for (const auto& c : changes) {
+    const double rounded = comm.sum(c.rounded), error = comm.sum(c.error), size = comm.sum(c.size);
+    lines += rounded == 0 ? strf("\n           %s exact", c.name)
+                          : strf("\n           %s rounded in %.2g %% of all, error %.1e of the norm", c.name,
+                                 100 * rounded / elements, std::sqrt(error / size));
+  }
+  return lines;
+}
