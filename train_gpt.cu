@@ -688,7 +688,7 @@ void train(Options o, const ModelConfig& config, Data& data, const std::string& 
   if (sizeof(floatX) == 4 && o.grad_accum != "bf16")
     USAGE_ERROR("--grad-accum: found %s with --precision=fp32, whose gradients are fp32; leave it out",
                 o.grad_accum.c_str());
-  const Switch to = parse_switch(o);
+  const Switch to = parse_switch<floatX>(o);
   const std::vector<int32_t> prompt = prompt_tokens(o, data.tokenizer, config.V);
 
   const double start = now();

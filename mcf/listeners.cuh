@@ -39,21 +39,6 @@ inline std::vector<PrecisionName> lockstep_names(const Options& o) {
   return names;
 }
 
-// --switch=STEP:PRECISION.
-struct Switch {
-  int64_t step;  // after so many; -1 = never
-  PrecisionName to;
-};
-inline Switch parse_switch(const Options& o) {
-  if (o.switch_precision.empty()) return {-1, {}};
-  const size_t colon = o.switch_precision.find(':'), digits = o.switch_precision.find_first_not_of("0123456789");
-  const int64_t step = colon > 0 && colon < 12 && digits == colon ? std::stoll(o.switch_precision) : 0;
-  if (step < 1 || step >= o.steps)
-    USAGE_ERROR("--switch: found %s, expected STEP:PRECISION with a step from 1 to %lld",
-                in_quotes(o.switch_precision).c_str(), static_cast<long long>(o.steps - 1));
-  return {step, parse_precision("switch", o.switch_precision.substr(colon + 1), o.mcf)};
-}
-
 // An optimizer and the weights that it updates: the model's, or a copy of them.
 template <class floatX>
 struct Listener {
@@ -63,14 +48,32 @@ struct Listener {
   Buffer<floatX> copy;
 };
 
+// Throws UsageError where weights and gradients of that precision are no floatX.
 template <class floatX>
-std::unique_ptr<Optimizer<floatX>> make_optimizer(const char* flag, const PrecisionName& name, const floatX* params,
-                                                  const BlockList& blocks, const Part& part, Device& device) {
-  auto optimizer = make_optimizer(name.precision, name.mode, params, blocks, part, device);
-  if (!optimizer)
-    USAGE_ERROR("--%s: %s has %s weights and gradients, this run has %s; fp32 goes with none of the others", flag,
-                name.precision.c_str(), sizeof(floatX) == 2 ? "fp32" : "bf16", sizeof(floatX) == 2 ? "bf16" : "fp32");
-  return optimizer;
+void require_type(const char* flag, const PrecisionName& name) {
+  with_strategy(name.precision, name.mode, [&]<class S>() {
+    if (!std::is_same_v<typename S::Theta, floatX>)
+      USAGE_ERROR("--%s: %s has %s weights and gradients, this run has %s; fp32 goes with none of the others", flag,
+                  name.text.c_str(), sizeof(floatX) == 2 ? "fp32" : "bf16", sizeof(floatX) == 2 ? "bf16" : "fp32");
+  });
+}
+
+// --switch=STEP:PRECISION.
+struct Switch {
+  int64_t step;  // after so many; -1 = never
+  PrecisionName to;
+};
+template <class floatX>
+Switch parse_switch(const Options& o) {
+  if (o.switch_precision.empty()) return {-1, {}};
+  const size_t colon = o.switch_precision.find(':'), digits = o.switch_precision.find_first_not_of("0123456789");
+  const int64_t step = colon > 0 && colon < 12 && digits == colon ? std::stoll(o.switch_precision) : 0;
+  if (step < 1 || step >= o.steps)
+    USAGE_ERROR("--switch: found %s, expected STEP:PRECISION with a step from 1 to %lld",
+                in_quotes(o.switch_precision).c_str(), static_cast<long long>(o.steps - 1));
+  const PrecisionName to = parse_precision("switch", o.switch_precision.substr(colon + 1), o.mcf);
+  require_type<floatX>("switch", to);
+  return {step, to};
 }
 
 // The run's own optimizer first, then those of --lockstep. params: the initial weights, a flat buffer of so many
@@ -79,11 +82,11 @@ template <class floatX>
 std::vector<Listener<floatX>> make_listeners(const Options& o, floatX* params, size_t elements, const BlockList& blocks,
                                              const Part& part, Device& device) {
   std::vector<Listener<floatX>> listeners;
-  listeners.push_back(
-      {"", params, make_optimizer("precision", {"", o.precision, o.mcf}, params, blocks, part, device), {}});
+  listeners.push_back({"", params, make_optimizer(o.precision, o.mcf, params, blocks, part, device), {}});
   for (const PrecisionName& name : lockstep_names(o)) {
     Listener<floatX> l{"lockstep." + name.text + ".", nullptr, nullptr, {}};
-    l.optimizer = make_optimizer("lockstep", name, params, blocks, part, device);
+    require_type<floatX>("lockstep", name);
+    l.optimizer = make_optimizer(name.precision, name.mode, params, blocks, part, device);
     l.copy = Buffer<floatX>(device, Memory::states, elements);
     l.params = l.copy;
     std::vector<floatX> initial(elements);
@@ -115,7 +118,7 @@ inline void add_drift(Record& r, const std::string& prefix, const std::vector<Dr
 template <class floatX>
 std::string switch_precision(Listener<floatX>& l, const PrecisionName& to, const BlockList& blocks, const Part& part,
                              Device& device, Comm& comm) {
-  auto next = make_optimizer("switch", to, l.params, blocks, part, device);
+  auto next = make_optimizer(to.precision, to.mode, l.params, blocks, part, device);
   struct {
     const char* name;
     double rounded = 0, error = 0, size = 0;
