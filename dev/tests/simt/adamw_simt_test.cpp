@@ -3,6 +3,7 @@
 #include "dev/tests/optimizing.h"
 #include "dev/tests/simt/kernel_runs.h"
 #include "kernels/global_norm.cuh"
+#include "kernels/gradient_sum.cuh"
 #include "mcf/adamw.cuh"
 #include "mcf/adamw_kernel.cuh"
 
@@ -180,6 +181,46 @@ TEST(ClipAndSkip, EqualsTheHost) {
     const AdamWStep after = step.values()[0];
     ASSERT_EQ(memcmp(&after.scalars, &k, sizeof k), 0) << grad_clip << " " << norm;
     ASSERT_EQ(after.skip, std::isfinite(norm) ? 0 : 1) << norm;
+  }
+}
+
+// Single elements and sums of micro-batches: the bits of the CPU, at sizes with every tail of a thread block.
+TEST(Gather, EqualsTheCpu) {
+  for (const size_t n : {size_t{1}, size_t{255}, size_t{256}, size_t{700}}) {
+    const auto from = random_normal<float>(5000, 1, 1);
+    std::vector<size_t> at(n);
+    for (size_t i = 0; i < n; i++) at[i] = 100 + i * 7919 % 5000;
+    std::vector<float> expected(n);
+    gather_cpu(expected.data(), from.data(), 100, at.data(), n);
+    Buffer<float> out(std::vector<float>(n), "out"), in(from, "from");
+    Buffer<size_t> places(at, "at");
+    launch(gather_kernel<float>, blocks_for(n, 256), 256, 0, nullptr, out.data(), in.data(), size_t{100}, places.data(),
+           n);
+    EXPECT_EQ(out.values(), expected);
+  }
+}
+
+TEST(GradientSumKernel, EqualsTheCpu) {
+  for (const size_t n : {size_t{1}, size_t{256}, size_t{707}}) {
+    std::vector<float> sum(n);
+    std::vector<bf16> hi(n), lo(n);
+    Buffer<float> sum_gpu(sum, "sum");
+    Buffer<bf16> hi_gpu(hi, "hi"), lo_gpu(lo, "lo");
+    for (int micro = 0; micro < 5; micro++) {
+      const bool last = micro % 3 == 2;
+      auto g = random_normal<bf16>(n, static_cast<unsigned>(micro), 1), h = g;
+      Buffer<bf16> g_gpu(g, "g"), h_gpu(h, "h");
+      add_gradients_cpu(g.data(), n, last, sum.data());
+      add_gradients_cpu(h.data(), n, last, hi.data(), lo.data());
+      launch((add_gradients_kernel<float>), blocks_for(n, 256), 256, 0, nullptr, g_gpu.data(), n, last, sum_gpu.data());
+      launch((add_gradients_kernel<bf16, bf16>), blocks_for(n, 256), 256, 0, nullptr, h_gpu.data(), n, last,
+             hi_gpu.data(), lo_gpu.data());
+      EXPECT_EQ(bytes_of(g_gpu.values()), bytes_of(g));
+      EXPECT_EQ(bytes_of(h_gpu.values()), bytes_of(h));
+      EXPECT_EQ(bytes_of(sum_gpu.values()), bytes_of(sum));
+      EXPECT_EQ(bytes_of(hi_gpu.values()), bytes_of(hi));
+      EXPECT_EQ(bytes_of(lo_gpu.values()), bytes_of(lo));
+    }
   }
 }
 
