@@ -23,7 +23,7 @@ inline PrecisionName parse_precision(const char* flag, const std::string& text, 
   const size_t colon = text.find(':');
   const PrecisionName name{text, text.substr(0, colon), colon == text.npos ? default_mode : text.substr(colon + 1)};
   const bool known_mode = name.mode == "strict" || name.mode == "fused" || name.mode == "as-released";
-  if (!known_mode || !with_strategy(name.precision, name.mode, []<class S>() {}))
+  if (!known_mode || !with_strategy(name.precision, name.mode, [&]<class S>() {}))
     USAGE_ERROR("--%s: found %s, expected a --precision, perhaps with a --mcf: collage_plus or collage_plus:fused",
                 flag, in_quotes(text).c_str());
   return name;
