@@ -207,7 +207,7 @@ TEST(Options, UnknownFlagsNameTheNearest) {
 }
 
 TEST(Options, ChoicesAreListed) {
-  expect_refused({"--precision=bf15"}, "expected one of bf16, fp32_master, collage_light, collage_plus, fp32");
+  expect_refused({"--precision=bf15"}, "expected one of bf16, bf16_kahan, bf16_sr, collage_light, collage_plus, ");
   expect_refused({"--precision=BF16"}, "--precision: found 'BF16'");
   expect_refused({"--device=gpu"}, "--device: found 'gpu', expected one of auto, cuda, cpu");
   expect_refused({"--lr-schedule=cosin"}, "did you mean cosine?");
