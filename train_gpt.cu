@@ -58,9 +58,9 @@ struct ParameterTable {
   std::vector<Block> blocks;        // of all tensors: what the optimizer and the norm work on
   std::vector<std::string> groups;  // that quality is told for: embeddings, h0.attn, h0.mlp, h0.norms, ..., ln_f
   std::vector<size_t> block_group;  // of each block
-  size_t n_blocks = 0;
-  size_t elements = 0;  // of the flat buffer, alignment and padding included
-  int64_t count = 0;    // parameters of the model, without them
+  size_t n_blocks = 0;              // as many, also where they are not listed
+  size_t elements = 0;              // of the flat buffer, alignment and padding included
+  int64_t count = 0;                // parameters of the model, without them
 
   // Elements of rank 0's part, where cut_blocks() cuts, but without the list of blocks.
   size_t first_part(int ranks) const {
@@ -614,6 +614,8 @@ MemoryPlanner memory_planner(const ModelConfig& c, ParameterTable table, int ran
     plan[Memory::activations] = in_bf16 ? layout_bytes(Activations<bf16>()) : layout_bytes(Activations<float>());
     plan[Memory::workspace] = in_bf16 ? layout_bytes(Workspace<bf16>()) : layout_bytes(Workspace<float>());
     plan[Memory::workspace] += blocks * static_cast<int64_t>(sizeof(Block));
+    constexpr int64_t pages = int64_t{32} << 20;  // a page of 2 MiB lost to each of some 12 allocations
+    plan.later = kernel_scratch_bytes(c, o.batch_size, o.seq_len, table.n_blocks) + pages;
     if (!o.eval_only) {  // the optimizers'
       const int64_t part = static_cast<int64_t>(table.first_part(o.zero ? ranks : 1));
       const auto add_optimizer = [&](int states) {
@@ -628,9 +630,14 @@ MemoryPlanner memory_planner(const ModelConfig& c, ParameterTable table, int ran
         });
       if (o.total_batch_tokens > int64_t{o.batch_size} * o.seq_len * ranks && in_bf16)
         plan[Memory::gradients] += static_cast<int64_t>(table.elements) * GradientSum::bytes(o.grad_accum);
+      if (o.shadow > 0)  // a place and a weight each, as many as a hash takes on average
+        plan.later += part / o.shadow * static_cast<int64_t>(sizeof(size_t) + static_cast<size_t>(precision.weight));
+      if (const size_t colon = o.switch_precision.find(':');
+          colon != std::string::npos) {  // for a moment both are there
+        const PrecisionName to = parse_precision("switch", o.switch_precision.substr(colon + 1), o.mcf);
+        with_strategy(to.precision, to.mode, [&]<class S>() { plan.later += part * precision_bytes<S>().states; });
+      }
     }
-    constexpr int64_t pages = int64_t{32} << 20;  // a page of 2 MiB lost to each of some 12 allocations
-    plan.scratch = kernel_scratch_bytes(c, o.batch_size, o.seq_len, table.n_blocks) + pages;
     return plan;
   };
 }

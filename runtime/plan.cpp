@@ -19,7 +19,7 @@ int64_t capacity(const Gpu& gpu) { return static_cast<int64_t>(gpu.memory_gb * 1
 }  // namespace
 
 int64_t MemoryPlan::total() const {
-  int64_t sum = scratch;
+  int64_t sum = later;
   for (const int64_t bytes : classes) sum += bytes;
   return sum;
 }
@@ -57,13 +57,13 @@ StepWork step_work(const Options& o, const ModelConfig& c, int64_t parameters, c
   // Backward with --recompute=block repeats attention and all products of a block but the last: 8 C^2 weights.
   const double repeated = o.recompute == "block" ? 16 * L * C * C + 2 * L * T * C : 0;
   const double weights = static_cast<double>(memory[Memory::weights]);
-  const double gradients = weights, owned_share = static_cast<double>(owned) * precision.weight;
+  const double gradients = static_cast<double>(memory[Memory::gradients]);  // with what they add up in
 
   StepWork work;
   work.flops = tokens * (6 * N + attention + repeated);
   work.layer_bytes = micro_batches * 2 * (weights + gradients + static_cast<double>(memory[Memory::activations]));
-  work.optimizer_bytes = static_cast<double>(owned) * precision.moved + gradients + owned_share;
-  work.exchanged_bytes = gradients * (ranks - 1) / ranks;
+  work.optimizer_bytes = static_cast<double>(owned) * (precision.moved + precision.weight) + weights;
+  work.exchanged_bytes = weights * (ranks - 1) / ranks;
   return work;
 }
 
@@ -144,7 +144,7 @@ std::string plan_text(const Plan& plan) {
   for (size_t m = 0; m < memory_names.size(); m++)
     row(memory_names[m], plan.memory.classes[m],
         static_cast<Memory>(m) == Memory::states ? strf("%d bytes a parameter", plan.precision.states) : "");
-  row("kernel scratch", plan.memory.scratch, "at most, on a GPU, whole pages included");
+  row("later", plan.memory.later, "at most, on a GPU: scratch of the kernels, whole pages");
   row("total", total,
       free >= 0 ? "fits: " + bytes_text(free) + " are left" : "does not fit: " + bytes_text(-free) + " too much");
 

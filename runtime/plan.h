@@ -18,7 +18,7 @@
 // Bytes of one rank.
 struct MemoryPlan {
   std::array<int64_t, memory_names.size()> classes{};  // as Device counts them once model and optimizer are there
-  int64_t scratch = 0;  // what the kernels of a GPU ask for on top, and the pages that its memory comes in
+  int64_t later = 0;  // on top, while it runs: scratch of a GPU's kernels, and the pages that its memory comes in
   int64_t& operator[](Memory memory) { return classes[static_cast<size_t>(memory)]; }
   int64_t operator[](Memory memory) const { return classes[static_cast<size_t>(memory)]; }
   int64_t total() const;

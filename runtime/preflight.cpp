@@ -67,6 +67,11 @@ std::vector<std::string> preflight_warnings(const Options& o) {
                        ". Choose collage_plus or fp32_master, or --beta2=0.98 or less");
   }
 
+  if (o.mcf == "as-released" && o.precision == "collage_plus")
+    warnings.push_back(
+        "--mcf=as-released: the second moment is a third to a half of what it should be, and steps are "
+        "too large. It is there to compare with published runs; choose --mcf=strict otherwise");
+
   const double resolved = std::ldexp(1.0, -storage.resolution), decay = o.lr * o.weight_decay;
   if (decay > 0 && decay < resolved && !storage.stochastic)
     warnings.push_back(

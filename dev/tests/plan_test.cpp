@@ -21,7 +21,7 @@ std::string error_of(const std::string& gpu) {
 // A run that takes 1000 bytes and 100 for each sequence.
 MemoryPlan linear(const Options& o, const PrecisionBytes&) {
   MemoryPlan plan;
-  plan[Memory::weights] = 1000, plan[Memory::activations] = 60 * o.batch_size, plan.scratch = 40 * o.batch_size;
+  plan[Memory::weights] = 1000, plan[Memory::activations] = 60 * o.batch_size, plan.later = 40 * o.batch_size;
   return plan;
 }
 
@@ -31,8 +31,13 @@ TEST(Plan, AdamWMovesWhatTheStatesSay) {
   // The paper's traffic for a fused pass: weights, states both ways and the gradient; a bf16 weight with a master copy
   // beside it is written only.
   EXPECT_EQ(precision_bytes<Bf16>().moved, 14);
+  EXPECT_EQ(precision_bytes<Bf16Sr>().moved, 14);
+  EXPECT_EQ(precision_bytes<Bf16Int8>().moved, 16);
   EXPECT_EQ(precision_bytes<CollageLight>().moved, 18);
+  EXPECT_EQ(precision_bytes<Bf16Kahan>().moved, 18);
+  EXPECT_EQ(precision_bytes<Bf16Rem16>().moved, 18);
   EXPECT_EQ(precision_bytes<CollagePlus>().moved, 22);
+  EXPECT_EQ(precision_bytes<Fp32Optim>().moved, 22);
   EXPECT_EQ(precision_bytes<Fp32Master>().moved, 28);
   EXPECT_EQ(precision_bytes<Fp32>().moved, 28);
   EXPECT_EQ(precision_bytes<CollagePlus>().total(), 12);
@@ -105,7 +110,12 @@ TEST(Plan, WorkAndTimeOfAStep) {
   EXPECT_EQ(work.layer_bytes, 2 * 2 * (2048 + 2048 + 500));
   EXPECT_EQ(work.optimizer_bytes, 512 * 22 + 2048 + 512 * 2);
   EXPECT_EQ(work.exchanged_bytes, 1024);  // half of the gradients are the other rank's
-  o.recompute = "block";                  // 8 C^2 weights of a layer again, and its attention forward
+  MemoryPlan with_sum = memory;           // --grad-accum=fp32: 4 more bytes to read and write, but not to send
+  with_sum[Memory::gradients] = 3 * 2048;
+  EXPECT_EQ(step_work(o, c, 1000, p, with_sum, 512, 2).layer_bytes, work.layer_bytes + 2 * 2 * 2 * 2048);
+  EXPECT_EQ(step_work(o, c, 1000, p, with_sum, 512, 2).optimizer_bytes, work.optimizer_bytes);
+  EXPECT_EQ(step_work(o, c, 1000, p, with_sum, 512, 2).exchanged_bytes, 1024);
+  o.recompute = "block";  // 8 C^2 weights of a layer again, and its attention forward
   EXPECT_EQ(step_work(o, c, 1000, p, memory, 512, 2).flops, work.flops + 20 * (16 * 16 + 2 * 10 * 4));
 
   const Gpu gpu = {"", 1e-3, 2e-3, 1, 1e-6};  // 1e9 and 2e9 FLOP/s, 1e6 bytes/s

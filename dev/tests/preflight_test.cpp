@@ -93,6 +93,11 @@ TEST(Preflight, WeightsThatCannotMove) {
 }
 
 TEST(Preflight, TheRestOfTheFlags) {
+  Options released;
+  released.mcf = "as-released";
+  EXPECT_EQ(warned(released, "--mcf"), "collage_plus");
+  released.mcf = "fused";
+  EXPECT_EQ(warned(released, "--mcf"), "");
   EXPECT_EQ(preflight_warnings(with_lr(0)).size(), 1u);
   Options o;
   o.warmup_steps = 100;
