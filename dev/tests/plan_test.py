@@ -3,10 +3,13 @@
 
   TRAIN_GPT=./train_gpt python3 dev/tests/plan_test.py
 """
+import os
 import re
+import subprocess
 import unittest
 
-from program import PRECISIONS, TINY, VOCAB, ProgramTest, plan, plan_table, run, set_up, tear_down, trained
+from program import (BINARY, PRECISIONS, ROOT, TINY, VOCAB, ProgramTest, plan, plan_table, planned, run, set_up,
+                     tear_down, trained)
 
 CLASSES = ["weights", "gradients", "states", "activations", "workspace"]
 PAPER_MODELS = ["gpt3:6.7B", "gpt3:13B", "gpt3:30B"]
@@ -24,8 +27,8 @@ class EqualsARun(ProgramTest):
     def equal(self, *flags):
         with self.subTest(flags=flags):
             memory = trained("--steps=1", *flags).run["memory"]
-            planned = plan(*TINY, f"--vocab-size={VOCAB}", *flags)
-            self.assertEqual({name: planned[name] for name in CLASSES}, memory)
+            expected = plan(*TINY, f"--vocab-size={VOCAB}", *flags)
+            self.assertEqual({name: expected[name] for name in CLASSES}, memory)
 
     def test_precisions(self):
         for precision in PRECISIONS:
@@ -42,15 +45,34 @@ class EqualsARun(ProgramTest):
         self.equal("--batch-size=1", "--total-batch-tokens=64")
         self.equal("--eval-only")
 
+    def test_what_comes_beside_the_optimizer(self):
+        for kind in ["bf16", "pair", "fp32"]:
+            self.equal("--grad-accum=" + kind)  # one micro-batch: nothing to add up
+            self.equal("--grad-accum=" + kind, "--total-batch-tokens=64")
+        self.equal("--lockstep=bf16,fp32_master,collage_plus:fused", "--shadow=0")
+
+    def test_shadow(self):
+        """Counted as what comes later, one weight in 16 on average, with 8 + 2 bytes each."""
+        sampled = (plan("--shadow=16")["later"] - plan()["later"]) / 10
+        self.assertLessEqual(abs(sampled - plan()["weights"] / 2 / 16), 1)
+
+    def test_a_switch_needs_room_for_both(self):
+        without, both = plan(), plan("--switch=5:fp32_master")
+        self.assertEqual(both["states"], without["states"])
+        self.assertEqual((both["later"] - without["later"]) / 12, without["states"] / 8)
+
 
 class Memory(ProgramTest):
     def test_any_size_without_memory(self):
-        """gpt3:175B, in an address space that would not hold its list of blocks."""
-        import resource
-        limit = lambda: resource.setrlimit(resource.RLIMIT_AS, (300 << 20, 300 << 20))
-        done = run("--plan", "--model=gpt3:175B", "--zero=1", "--plan-ranks=64", preexec_fn=limit)
-        self.assertEqual(done.returncode, 0, done.stderr)
-        self.assertIn(b"parameters 174,604,259,328\n", done.stdout)
+        """gpt3:175B in 200 MB, where its list of blocks alone would take 350."""
+        with subprocess.Popen([BINARY, "--plan", "--model=gpt3:175B", "--zero=1", "--plan-ranks=64"],
+                              stdout=subprocess.PIPE) as p:
+            text = p.stdout.read()
+            _, status, usage = os.wait4(p.pid, 0)
+            p.returncode = os.waitstatus_to_exitcode(status)
+        self.assertEqual(p.returncode, 0)
+        self.assertIn(b"parameters 174,604,259,328\n", text)
+        self.assertLess(usage.ru_maxrss, 200_000)  # kB
 
     def test_collage_saves_what_its_paper_says(self):
         """bf16 < light < plus < fp32_master, and light saves 19 to 28 % of fp32_master's total, plus about 15.6 % on
@@ -88,6 +110,13 @@ class Memory(ProgramTest):
 
 
 class Text(ProgramTest):
+    def test_the_docs_show_what_it_prints(self):
+        with open(os.path.join(ROOT, "docs/plan.md"), encoding="utf-8") as f:
+            blocks = re.findall(r"```\n\$ ./train_gpt --plan (.*)\n([^`]*)```", f.read())
+        self.assertEqual(len(blocks), 5)
+        for flags, shown in blocks:
+            self.assertIn(shown.strip(), planned(*flags.split()), flags)
+
     def test_lines_are_short(self):
         for flags in [["--model=gpt3:175B", "--plan-ranks=65536", "--zero=1", "--precision=bf16", "--beta2=.9999",
                        "--seq-len=1048576", "--batch-size=900", "--recompute=block", "--gpu=RTX A6000"],
