@@ -131,7 +131,12 @@ std::string switch_precision(Listener<floatX>& l, const PrecisionName& to, const
     Buffer<size_t> at(device, Memory::workspace, n);
     device.upload(at.data(), places.data(), n);
     const auto before = l.optimizer->values(l.params, at, n, device);
+    std::vector<floatX> theta(n);
+    device.download(theta.data(), l.params + begin, n);
     next->set_values(l.params, begin, before, device);
+    // Weights that are stored alike stay: kahan's and int8's theta is not always the nearest to the full value.
+    if (!strcmp(l.optimizer->states()[0].name, next->states()[0].name))
+      device.upload(l.params + begin, theta.data(), n);
     for (const auto& from : l.optimizer->states())
       for (const auto& into : next->states())
         if (!strcmp(from.name, into.name) && from.element_bytes == into.element_bytes) {

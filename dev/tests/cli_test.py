@@ -58,6 +58,14 @@ class BadFlags(ProgramTest):
         self.refused(2, "--vocab-size: found 256", ["--vocab-size=256"])
         self.refused(2, "--total-batch-tokens", ["--total-batch-tokens=33"])
         self.refused(2, "--total-batch-tokens", ["--total-batch-tokens=16"])  # less than one micro-batch
+        for value in ["bf16", "0:bf16", "4:bf16", "2:foo", "2:bf16:strange", "2", "x:bf16", "-1:bf16"]:
+            self.refused(2, "--switch", ["--steps=4", "--switch=" + value])
+        self.refused(2, "--switch: fp32 has fp32 weights", ["--steps=4", "--switch=2:fp32"])
+        self.refused(2, "--lockstep: bf16 has bf16 weights", ["--precision=fp32", "--lockstep=bf16"])
+        self.refused(2, "--lockstep: found 'bf16' twice", ["--lockstep=bf16,bf16"])
+        self.refused(2, "--lockstep", ["--lockstep=bf16,,fp32_master"])
+        self.refused(2, "--shadow", ["--shadow=8", "--edq-every=0"])
+        self.refused(2, "--grad-accum", ["--precision=fp32", "--grad-accum=pair"])
         done = run("--eval-only", *TINY, data_flags()[0])
         self.assertEqual((done.returncode, done.stderr.count(b"\n")), (2, 1), done.stderr)
         self.assertIn(b"--eval-only", done.stderr)

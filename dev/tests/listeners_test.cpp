@@ -65,7 +65,7 @@ TYPED_TEST(Listening, TheShadowSeesHowFarAStrategyIsOff) {
   EXPECT_GT(weight, plain ? .01 : 0);
 }
 
-// Values read from an optimizer and set in another of the same strategy are the same values: a switch to itself.
+// Values read from an optimizer and set in another of the same strategy are the same values.
 TYPED_TEST(Listening, ValuesComeBack) {
   using S = TypeParam;
   using floatX = typename S::Theta;
@@ -87,7 +87,6 @@ TYPED_TEST(Listening, ValuesComeBack) {
   EXPECT_EQ(before.weight, after.weight);
   EXPECT_EQ(before.m, after.m);
   EXPECT_EQ(before.v, after.v);
-  EXPECT_EQ(memcmp(theta.data(), copy.data(), theta.size() * sizeof(floatX)), 0);
 }
 
 // Sums of 64 gradients of mixed sizes against double, in units of the sum of magnitudes' 2^-9, half an ulp of bf16. The

@@ -53,9 +53,24 @@ class Training(ProgramTest):
     def test_micro_batches_add_up(self):
         """4 sequences at once against 2 + 2: bf16 gradients rounded once more in between."""
         whole = trained(*GPU, "--batch-size=4")
-        parts = trained(*GPU, "--batch-size=2", "--total-batch-tokens=64")
-        for a, b in zip(whole.column("loss"), parts.column("loss")):
-            self.assertClose(a, b, 1e-3)
+        for kind in ["bf16", "pair", "fp32"]:
+            parts = trained(*GPU, "--batch-size=2", "--total-batch-tokens=64", "--grad-accum=" + kind)
+            for a, b in zip(whole.column("loss"), parts.column("loss")):
+                self.assertClose(a, b, 1e-3)
+
+    def test_listeners_shadow_and_switch(self):
+        """As on the CPU, whose gradients differ by the order of sums: drifts are of the same size, exact copies exact."""
+        flags = ("--steps=4", "--lockstep=collage_plus,bf16,bf16_int8", "--shadow=4", "--switch=2:fp32_master")
+        gpu, cpu = trained(*flags, *GPU), trained(*flags, *CPU)
+        self.assertIn("weights exact", gpu.stdout)
+        self.assertEqual(gpu.steps[2]["switched_to"], "fp32_master")
+        for name in ["collage_plus", "bf16", "bf16_int8"]:
+            for what in ["drift_theta", "drift_m", "drift_v", "edq"]:
+                key = f"lockstep.{name}.{what}"
+                self.assertClose(gpu.steps[-1][key], cpu.steps[-1][key], 0.1)
+        first = gpu.steps[1]
+        self.assertEqual([first[k] for k in ("edq", "drift_theta", "drift_v")],
+                         [first["lockstep.collage_plus." + k] for k in ("edq", "drift_theta", "drift_v")])
 
     def test_samples_and_odd_shapes(self):
         r = trained(*GPU, "--steps=1", "--sample-every=1", "--sample-tokens=20", "--prompt=The", "--channels=34",

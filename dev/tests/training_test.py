@@ -175,6 +175,96 @@ class Training(ProgramTest):
             self.assertClose(r.steps[0]["loss"], trained("--precision=" + precision).steps[0]["loss"], tolerance)
 
 
+def only(steps, prefix):
+    """What the steps say under keys that begin with this, without it."""
+    return [{k[len(prefix):]: v for k, v in step.items() if k.startswith(prefix)} for step in steps]
+
+
+class Comparing(ProgramTest):
+    """Lock-step, shadow, groups, modes, switch, sums of micro-batches."""
+    NAMES = ["edq", "edq_hi", "update_norm", "effective_norm", "effective_norm_hi", "lost_frac", "lost_frac_hi",
+             "lost_decay_frac", "stale_v_frac", "drift_theta", "drift_m", "drift_v"]
+
+    def test_a_listener_of_the_same_precision_does_the_same(self):
+        """The run's own optimizer and one that listens in the same precision: equal to the last bit, every one."""
+        for precision in PRECISIONS:
+            steps = trained("--precision=" + precision, "--lockstep=" + precision, "--shadow=4").steps
+            for step, listener in zip(steps, only(steps, f"lockstep.{precision}.")):
+                self.assertEqual(sorted(listener), sorted(self.NAMES))
+                self.assertEqual(listener, {name: step[name] for name in self.NAMES}, precision)
+
+    def test_listeners_change_nothing(self):
+        others = ",".join(p for p in PRECISIONS if p != "fp32") + ",collage_plus:fused,collage_plus:as-released"
+        listened = trained("--lockstep=" + others)
+        self.assertEqual([{k: step[k] for k in plain} for plain, step in zip(trained().without_times(), listened.steps)],
+                         trained().without_times())
+        # Each quality is that of a run in that precision at the first step, where the gradients are still the same.
+        for precision in ["bf16", "bf16_sr", "bf16_rem16", "fp32_master"]:
+            alone = trained("--precision=" + precision).steps[0]
+            self.assertEqual(listened.steps[0][f"lockstep.{precision}.edq"], alone["edq"])
+        alone = trained("--mcf=fused").steps[0]
+        self.assertEqual(listened.steps[0]["lockstep.collage_plus:fused.update_norm"], alone["update_norm"])
+
+    def test_the_shadow_sees_what_edq_does_not(self):
+        """beta2 .999: light's v can't shrink and edq is blind to it. fp32_master is off by fp32's rounding only."""
+        flags = ("--precision=fp32_master", "--beta2=.999", "--lockstep=collage_light,collage_plus,bf16", "--steps=60",
+                 "--lr=1e-3", "--shadow=4", "--edq-every=60")
+        last = trained(*flags).steps[-1]
+        self.assertLess(max(last["drift_theta"], last["drift_m"], last["drift_v"]), 1e-5)
+        self.assertGreater(last["lockstep.collage_light.edq"], 0.99)
+        self.assertGreater(last["lockstep.collage_light.drift_v"], 5 * last["lockstep.collage_plus.drift_v"])
+        self.assertGreater(last["lockstep.bf16.drift_theta"], 5 * last["lockstep.collage_plus.drift_theta"])
+
+    def test_groups_add_up(self):
+        step = trained().steps[-1]
+        groups = ["embeddings", "h0.norms", "h0.attn", "h0.mlp", "ln_f"]
+        for name in ["update_norm", "effective_norm"]:  # sums of squares, in another order
+            self.assertClose(math.hypot(*(step[f"{g}.{name}"] for g in groups)), step[name], 1e-12)
+        self.assertEqual(sorted(k for k in step if k.endswith(".edq")), sorted(g + ".edq" for g in groups))
+        # A LayerNorm weight of 1 in bf16 can't move by 3e-4; its biases of 0 do.
+        self.assertClose(trained("--precision=bf16").steps[0]["ln_f.lost_frac"], 0.5, 0.05)
+
+    def test_modes(self):
+        losses = {mode: trained("--mcf=" + mode, "--steps=5", "--beta2=.9").column("loss")
+                  for mode in ["strict", "fused", "as-released"]}
+        self.assertEqual(len({tuple(x) for x in losses.values()}), 3)
+        strict = trained("--precision=bf16_rem16", "--mcf=strict").without_times()
+        self.assertEqual(trained("--precision=bf16_rem16", "--mcf=fused").without_times(), strict)
+
+    def test_a_switch_to_the_same_precision_is_none(self):
+        for precision in PRECISIONS:
+            plain = trained("--precision=" + precision, "--steps=4").without_times()
+            switched = trained("--precision=" + precision, "--steps=4", "--switch=2:" + precision).without_times()
+            self.assertEqual(switched[2].pop("switched_to"), precision)
+            self.assertEqual(switched, plain)
+
+    def test_a_switch_says_what_it_rounds(self):
+        def said(precision, to):
+            return trained("--precision=" + precision, "--steps=4", "--switch=2:" + to).stdout
+        self.assertIn("weights exact", said("fp32_master", "bf16_rem16"))
+        self.assertIn("m rounded in", said("fp32_master", "bf16_rem16"))
+        for exact in [("bf16_rem16", "fp32_master"), ("bf16_kahan", "collage_light"), ("collage_light", "collage_plus")]:
+            self.assertEqual(said(*exact).count(" exact"), 3, exact)
+        self.assertIn("weights rounded in", said("collage_plus", "bf16"))
+        self.assertEqual(trained("--precision=bf16_rem16", "--steps=4", "--switch=2:fp32_master").steps[2]["switched_to"],
+                         "fp32_master")
+
+    def test_sums_of_micro_batches(self):
+        """16 micro-batches: a sum in fp32 or as a pair is nearer to the one gradient of all than a sum in bf16 is."""
+        def norms(*flags):
+            return trained("--batch-size=1", f"--total-batch-tokens={16 * T}", *flags).column("grad_norm")[0]
+        whole = trained("--batch-size=16").column("grad_norm")[0]
+        plain, pair, fp32 = norms(), norms("--grad-accum=pair"), norms("--grad-accum=fp32")
+        self.assertClose(pair, whole, 1e-4)
+        self.assertClose(fp32, whole, 1e-4)
+        self.assertLess(abs(pair - whole), abs(plain - whole))
+        memory = [trained("--batch-size=1", f"--total-batch-tokens={16 * T}", "--grad-accum=" + kind).run["memory"]
+                  for kind in ["bf16", "pair", "fp32"]]
+        self.assertEqual([m["gradients"] // memory[0]["gradients"] for m in memory], [1, 3, 3])
+        # One micro-batch needs no sum: the same run.
+        self.assertEqual(trained("--grad-accum=pair").without_times(), trained().without_times())
+
+
 class Validation(ProgramTest):
     def test_never(self):
         self.assertEqual(trained("--val-every=0").val_losses(), [])
