@@ -238,7 +238,7 @@ class RanksOverMpi(Ranks):
         self.assertEqual(done.stdout.count("step     1/1"), 1)  # rank 0 alone speaks
         self.assertRegex(done.stdout, r"ranks +2 over MPI; optimizer states are shared out")
         self.assertRegex(done.stdout, r"ranks 0-1 on \S+: CPU, 1 thread")
-        self.assertEqual(os.listdir(out), ["metrics.jsonl"])  # and rank 0 alone writes
+        self.assertEqual(sorted(os.listdir(out)), ["metrics.jsonl", "report.html"])  # and rank 0 alone writes
         run = read_metrics(out + "/metrics.jsonl")[0]
         self.assertEqual((run["ranks"], run["flags"]["zero"]), (2, 1))
         self.assertEqual(run["flags"]["total-batch-tokens"], 2 * 2 * T)  # B * T * ranks
