@@ -766,7 +766,8 @@ void train(Options o, const ModelConfig& config, Data& data, const std::string& 
            : comm.ranks() > 1          ? " (each rank)\n"
                                        : "\n");
   }
-  if (!o.out.empty()) printf("output     %s, and %s for a browser\n", metrics.path().c_str(), report.path().c_str());
+  if (!o.out.empty())
+    printf("output     %s\n           %s, for a browser\n", metrics.path().c_str(), report.path().c_str());
   if (!metrics.moved_to().empty())
     printf("           an earlier run's metrics are now in %s\n", metrics.moved_to().c_str());
   printf("           ready in %s\n", human_time(now() - start).c_str());
