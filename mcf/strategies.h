@@ -76,11 +76,13 @@ struct StrategyDefaults {
 };
 
 struct PlainWeight : StrategyDefaults {  // one bf16 number
+  static constexpr int resolution = 9;
   __host__ __device__ static double value(float theta, float) { return theta; }
   static void set(double w, float& theta, float&) { theta = rn(static_cast<float>(w)); }
 };
 
 struct PairWeight : StrategyDefaults {  // two bf16 numbers, hi + lo
+  static constexpr int resolution = 17;
   __host__ __device__ static float load(float hi, float lo) { return add_rn(hi, lo); }
   __host__ __device__ static void store(float w, float& hi, float& lo) { hi = rn(w), lo = rn(sub_rn(w, hi)); }
   __host__ __device__ static double value(float hi, float lo) { return static_cast<double>(hi) + lo; }
@@ -91,6 +93,7 @@ struct PairWeight : StrategyDefaults {  // two bf16 numbers, hi + lo
 };
 
 struct MasterWeight : StrategyDefaults {  // bf16, and the weight itself in fp32
+  static constexpr int resolution = 24;
   static constexpr bool reads_theta = false;
   __host__ __device__ static double value(float, float master) { return master; }
   static void set(double w, float& theta, float& master) { master = static_cast<float>(w), theta = rn(master); }
@@ -99,6 +102,7 @@ struct MasterWeight : StrategyDefaults {  // bf16, and the weight itself in fp32
 // bf16 and an int16 that together are exactly an fp32 number: theta is its upper half, rounded by the sign of the lower
 // (halves away from zero).
 struct Rem16Weight : StrategyDefaults {
+  static constexpr int resolution = 24;
   __host__ __device__ static float load(float theta, float rem) {
     const int low = static_cast<int>(rem);
     return bits_float((float_bits(theta) - (low < 0 ? 0x10000u : 0u)) | (static_cast<uint32_t>(low) & 0xffffu));
@@ -116,6 +120,7 @@ struct Rem16Weight : StrategyDefaults {
 
 // bf16 and an int8 that counts 127ths of half an ulp of it.
 struct Int8Weight : StrategyDefaults {
+  static constexpr int resolution = 16;
   // Exponent field e means 2^(e - 127): half an ulp is 2^-8 of that, also for 0 and subnormals, whose ulp is that of e
   // = 1.
   __host__ __device__ static float half_ulp(float theta) {
@@ -138,6 +143,7 @@ struct Int8Weight : StrategyDefaults {
 };
 
 struct Fp32Weight : StrategyDefaults {  // fp32, which the model sees as it is
+  static constexpr int resolution = 24;
   __host__ __device__ static double value(float theta, float) { return theta; }
   static void set(double w, float& theta, float&) { theta = static_cast<float>(w); }
 };

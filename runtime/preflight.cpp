@@ -3,33 +3,28 @@
 #include <cmath>
 #include <cstdint>
 
-#include "mcf/bf16.h"
+#include "mcf/strategies.h"
 #include "runtime/error.h"
 #include "runtime/terminal.h"
 
 namespace {
 
-enum class SecondMoment { bf16, other };  // one bf16 number rounded to nearest, or more
-
+// What the warnings ask of a strategy.
 struct Storage {
   const char* precision;
   int resolution;   // an update u reaches the weight theta if |u| >= 2^-resolution |theta|
   bool stochastic;  // below that it reaches it in the mean
-  SecondMoment v;
+  bool bf16_v;      // the second moment is one bf16 number, rounded to nearest
 };
 
-constexpr Storage storages[] = {
-    {"bf16", 9, false, SecondMoment::bf16},           {"bf16_kahan", 17, false, SecondMoment::bf16},
-    {"bf16_sr", 9, true, SecondMoment::other},        {"collage_light", 17, false, SecondMoment::bf16},
-    {"collage_plus", 17, false, SecondMoment::other}, {"fp32_optim", 9, false, SecondMoment::other},
-    {"fp32_master", 24, false, SecondMoment::other},  {"bf16_rem16", 24, false, SecondMoment::bf16},
-    {"bf16_int8", 16, false, SecondMoment::bf16},     {"fp32", 24, false, SecondMoment::other},
-};
-
-const Storage& storage_of(const std::string& precision) {
-  for (const Storage& storage : storages)
-    if (precision == storage.precision) return storage;
-  CHECK(false, "%s has no row in preflight.cpp", precision.c_str());
+Storage storage_of(const Options& o) {
+  Storage storage{};
+  with_strategy(o.precision, o.mcf, [&]<class S>() {
+    constexpr size_t moments = std::tuple_size_v<typename S::States> - S::second_moment;
+    using V = std::tuple_element_t<S::second_moment, typename S::States>;
+    storage = {S::name, S::resolution, S::stochastic, !S::stochastic && moments == 1 && std::is_same_v<V, bf16>};
+  });
+  return storage;
 }
 
 constexpr double init_std = 0.02;  // of all matrices but the residual projections, which are smaller
@@ -51,14 +46,14 @@ std::vector<std::string> preflight_warnings(const Options& o) {
   if (o.eval_only) return {};
   if (o.lr == 0) return {"--lr=0: no weight will change; the default is 3e-4"};
   std::vector<std::string> warnings;
-  const Storage& storage = storage_of(o.precision);
+  const Storage storage = storage_of(o);
   const char* precision = storage.precision;
 
   if (o.steps > 0 && o.warmup_steps >= o.steps)
     warnings.push_back(strf("--warmup-steps=%lld: the run ends after %lld steps, while it warms up. Choose fewer",
                             static_cast<long long>(o.warmup_steps), static_cast<long long>(o.steps)));
 
-  if (storage.v == SecondMoment::bf16 && o.beta2 > 0.98) {
+  if (storage.bf16_v && o.beta2 > 0.98) {
     const char* why = rn(static_cast<float>(o.beta2)) == 1.0f
                           ? "rounds to 1 in bf16: the second moment of %s can grow but not shrink, and steps become "
                             "too small"

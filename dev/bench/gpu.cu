@@ -59,7 +59,7 @@ void measure_adamw(std::vector<AdamWRow>& rows, size_t n, double copy, bool quic
   std::tuple states(Buffer<T>(device, Memory::states, n)...);
   fill(theta.data(), n, 0.02f, device);
   fill(grads.data(), n, 1e-3f, device);
-  if constexpr (S::second_moment == 2) fill(std::get<0>(states).data(), n, 0.02f, device);
+  if constexpr (!S::reads_theta) fill(std::get<0>(states).data(), n, 0.02f, device);  // a master copy
   std::vector<Block> list;
   append_blocks(list, 0, n, true);
   const BlockList blocks(std::move(list), device);
