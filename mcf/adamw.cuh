@@ -84,7 +84,7 @@ QualitySums adamw_block_cpu(const AdamWScalars& scalars, size_t place, const typ
   QualitySums sums;
   UpdateTrace<S> trace;
   uint8_t bytes[run];
-  uint64_t random[S::stochastic ? run : 1];
+  uint64_t random[S::stochastic ? run : 1] = {};
   for (size_t begin = 0; begin < n; begin += run) {
     const size_t count = std::min(run, n - begin);
     if constexpr (with_quality) trace.start(count, theta + begin, s + begin...);
