@@ -1,5 +1,5 @@
-// A long run is thinned while it is read: at most a few thousand rows stay, and few with the values of each tensor
-// group, so that the page stays below a few MB and an update costs the lines that are new.
+// A long run is thinned while it is read, everywhere alike: at most a few thousand rows stay, and few with the values
+// of each tensor group. So the page stays below a few MB, and an update costs no more than the lines that are new.
 #include "runtime/report.h"
 
 #include <cerrno>
@@ -37,23 +37,57 @@ double loss_of(const json& row) {
   return loss != row.end() && loss->is_number() ? loss->get<double>() : HUGE_VAL;  // null: it was not finite
 }
 
-// Of four rows the two with the lowest and the highest loss, so that a spike stays, and each that has a validation loss
-// or was skipped. scripts/compare.py thins the rows of a long run in the same way.
-std::vector<json> halved(const std::vector<json>& rows) {
-  std::vector<json> kept;
-  for (size_t begin = 0; begin < rows.size(); begin += 4) {
-    const size_t end = std::min(begin + 4, rows.size());
-    size_t lowest = begin, highest = begin;
-    for (size_t i = begin; i < end; i++) {
-      if (loss_of(rows[i]) < loss_of(rows[lowest])) lowest = i;
-      if (loss_of(rows[i]) >= loss_of(rows[highest])) highest = i;
-    }
-    for (size_t i = begin; i < end; i++)
-      if (i == lowest || i == highest || rows[i].contains("val_loss") || rows[i].contains("skipped"))
-        kept.push_back(rows[i]);
+// Moves to `kept` what stays of rows[begin, end): those with the lowest and the highest loss, so that a spike stays,
+// and each that has a validation loss or was skipped. scripts/compare.py thins the rows of a long run in the same way.
+void keep(std::vector<json>& kept, std::vector<json>& rows, size_t begin, size_t end) {
+  size_t lowest = begin, highest = begin;
+  for (size_t i = begin; i < end; i++) {
+    if (loss_of(rows[i]) < loss_of(rows[lowest])) lowest = i;
+    if (loss_of(rows[i]) >= loss_of(rows[highest])) highest = i;
   }
-  return kept;
+  for (size_t i = begin; i < end; i++)
+    if (i == lowest || i == highest || rows[i].contains("val_loss") || rows[i].contains("skipped"))
+      kept.push_back(std::move(rows[i]));
 }
+
+// A run's rows, one bucket of `stride` steps after the other. Where they become too many, the stride doubles.
+struct Steps {
+  std::vector<json> kept, bucket;
+  size_t stride = 2, limit = max_rows;
+
+  void add(json row) {
+    bucket.push_back(std::move(row));
+    if (bucket.size() < stride) return;
+    keep(kept, bucket, 0, bucket.size());
+    bucket.clear();
+    if (kept.size() <= limit) return;
+    std::vector<json> halved;
+    for (size_t i = 0; i < kept.size(); i += 4) keep(halved, kept, i, std::min(i + 4, kept.size()));
+    kept = std::move(halved);
+    stride *= 2;
+    limit = std::max(limit, kept.size() * 3 / 2);  // where most rows must stay
+  }
+
+  std::vector<json> all() const {
+    std::vector<json> rows = kept;
+    rows.insert(rows.end(), bucket.begin(), bucket.end());
+    return rows;
+  }
+};
+
+// One in `stride` of the rows with values of tensor groups.
+struct Groups {
+  std::vector<json> kept;
+  size_t seen = 0, stride = 1;
+
+  void add(json row) {
+    if (seen++ % stride == 0) kept.push_back(std::move(row));
+    if (kept.size() <= max_group_rows) return;
+    for (size_t i = 0; 2 * i < kept.size(); i++) kept[i] = std::move(kept[2 * i]);
+    kept.resize((kept.size() + 1) / 2);
+    stride *= 2;
+  }
+};
 
 // {key: [a value a row, or null]}, numbers with 7 digits.
 json columns(const std::vector<json>& rows) {
@@ -76,8 +110,8 @@ json columns(const std::vector<json>& rows) {
 struct Report::Rows {
   std::streamoff read = 0;  // bytes of metrics.jsonl
   json run;                 // its first line
-  std::vector<json> steps, groups;
-  size_t limit = max_rows;
+  Steps steps;
+  Groups groups;
 };
 
 Report::Report(const std::string& metrics_path) : metrics_path_(metrics_path), rows_(std::make_unique<Rows>()) {
@@ -107,21 +141,15 @@ void Report::read_new_lines() {
     }
     if (!group.empty()) {
       group["step"] = row["step"];
-      r.groups.push_back(std::move(group));
+      r.groups.add(std::move(group));
     }
-    r.steps.push_back(std::move(row));
-    if (r.steps.size() > r.limit) {
-      r.steps = halved(r.steps);
-      r.limit = std::max(r.limit, 2 * r.steps.size());  // where most rows must be kept
-    }
-    if (r.groups.size() > max_group_rows)
-      for (size_t i = r.groups.size(); i-- > 0;)
-        if (i % 2 == 0) r.groups.erase(r.groups.begin() + static_cast<std::ptrdiff_t>(i));
+    r.steps.add(std::move(row));
   }
 }
 
 std::string Report::page() const {
-  const json run = {{"run", rows_->run}, {"columns", columns(rows_->steps)}, {"groups", columns(rows_->groups)}};
+  const json run = {
+      {"run", rows_->run}, {"columns", columns(rows_->steps.all())}, {"groups", columns(rows_->groups.kept)}};
   const std::string data = json{{"runs", json::array({run})}}.dump(-1, ' ', true, json::error_handler_t::replace);
   const std::string_view page = report_template, place = "\"REPORT_DATA\"";
   const size_t at = page.find(place);
