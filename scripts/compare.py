@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compares precisions: trains each with each seed, or reads existing run folders. Standard library only.
 
-  scripts/compare.py --precisions=bf16,collage_plus,fp32_master --seeds=1,2,3 --out=runs/compare -- --model=d6 --steps=200
+  scripts/compare.py --precisions=bf16,collage_plus,fp32_master --seeds=1,2,3 --out=runs/compare -- --steps=200
   scripts/compare.py [--out=FOLDER] RUN_FOLDER ...
 
 What follows -- are flags of train_gpt, the same for all. A precision may carry more: collage_plus:lr=1e-4:beta2=0.99.
@@ -20,15 +20,18 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 
 REPOSITORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TEMPLATE = os.path.join(REPOSITORY, "runtime", "report.html")
 REFERENCE = "fp32_master"
 LAST = 50  # edq and lost_frac are means over the last so many measurements
-MAX_ROWS = 4000  # of one run in the report, about
-# Flags that change what is printed, where it goes or how fast it is: runs that differ in these are the same experiment.
-NO_DIFFERENCE = {"precision", "seed", "out", "threads", "sample-every", "sample-tokens", "prompt", "recompute"}
+MAX_ROWS, MAX_GROUP_ROWS = 4000, 200  # of one run in the report, about
+# Flags that change what is measured and printed, where it goes or how fast it is, but no weight: runs that differ in
+# these are the same experiment. And the two that runs are grouped by.
+NO_DIFFERENCE = {"out", "threads", "recompute", "zero", "val-every", "edq-every", "shadow", "lockstep", "sample-every",
+                 "sample-tokens", "prompt"} | {"precision", "seed"}
 
 
 class Problem(Exception):
@@ -39,7 +42,7 @@ class Problem(Exception):
 # Statistics.
 
 def student_t(t, n):
-    """P(|T| < t) for Student's t with n degrees of freedom, n a whole number: exact (Abramowitz & Stegun 26.7.3, .4)."""
+    """P(|T| < t) for Student's t with n degrees of freedom, a whole number: exact (Abramowitz & Stegun 26.7.3, .4)."""
     angle = math.atan(t / math.sqrt(n))
     sine, cosine = math.sin(angle), math.cos(angle)
     term = cosine if n % 2 else 1.0
@@ -113,9 +116,15 @@ class Run:
     def val_steps(self):
         return {row["step"] for row in self.rows if "val_loss" in row}
 
+    def sound(self, loss):
+        """Not of a run that diverged: a number (metrics.jsonl has null where it was none), and no more than twice the
+        loss of the untrained model."""
+        start = self.rows[0].get("loss")
+        return finite(loss) and not (finite(start) and loss > 2 * start)
+
     def diverged_at(self):
-        """The first step with a loss that is no number (metrics.jsonl has null there), or None."""
-        return next((row["step"] for row in self.rows if "loss" in row and not finite(row["loss"])), None)
+        """The first step whose loss is not sound, or None."""
+        return next((row["step"] for row in self.rows if "loss" in row and not self.sound(row["loss"])), None)
 
     def values(self, key, last_step):
         return [row[key] for row in self.rows if row["step"] <= last_step and finite(row.get(key))]
@@ -135,13 +144,14 @@ def name_runs(runs):
         values = [run.flags.get(key) for run in runs]
         usual[key] = max(values, key=values.count)
     for run in runs:
-        run.differs = {key: run.flags.get(key) for key in usual if run.flags.get(key) != usual[key]}
-        run.label = run.precision + "".join(f":{key}={value}" for key, value in run.differs.items())
+        differs = {key: run.flags.get(key) for key in usual if run.flags.get(key) != usual[key]}
+        run.label = run.precision + "".join(f":{key}={value:g}" if isinstance(value, float) else f":{key}={value}"
+                                            for key, value in differs.items())
     seen = {}
     for run in runs:
         if (run.label, run.seed) in seen:
-            raise Problem(f"{run.folder} and {seen[run.label, run.seed]} are the same run ({run.label}, seed {run.seed}); "
-                          f"name one of them")
+            raise Problem(f"{seen[run.label, run.seed]} and {run.folder} are the same run, {run.label} with seed "
+                          f"{run.seed}; expected each once")
         seen[run.label, run.seed] = run.folder
 
 
@@ -156,7 +166,7 @@ def find_references(runs):
         for row in run.rows:
             other = run.reference.at_step.get(row["step"], {})
             for key, difference in [("loss", "difference"), ("val_loss", "val_difference")]:
-                if finite(row.get(key)) and finite(other.get(key)):
+                if run.sound(row.get(key)) and run.reference.sound(other.get(key)):
                     row[difference] = row[key] - other[key]
     return REFERENCE if any(run.reference for run in runs) else None
 
@@ -208,8 +218,10 @@ def table_row(label, runs, compared_at):
             notes.append(f"{seed}ended early at step {run.last_step()} of {run.flags['steps']}")
         if not run.val_steps():
             notes.append(f"{seed}has no validation loss")
+        if run.flags.get("lockstep"):
+            notes.append(f"{seed}has the states of the optimizers in lock-step too")
     return {"label": label, "seeds": [run.seed for run in runs],
-            "val_loss": mean([row["val_loss"] for row in at_end if finite(row.get("val_loss"))]),
+            "val_loss": mean([row["val_loss"] for run, row in zip(runs, at_end) if run.sound(row.get("val_loss"))]),
             "val_losses": [row.get("val_loss") for row in at_end],
             "difference": difference,
             "difference_low": None if half is None else difference - half,
@@ -248,40 +260,56 @@ def text_table(comparison):
             line[0] = line[0][:widths[0] - 3] + "..."
         cells = [line[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(line[1:], widths[1:])]
         out.append("  ".join(cells))
-    out += comparison["notes"]
-    out += [f"{row['label']}: {'; '.join(row['notes'])}" for row in comparison["table"] if row["notes"]]
-    return "\n".join(out)
+    notes = comparison["notes"] + [f"{row['label']}: {'; '.join(row['notes'])}" for row in comparison["table"]
+                                   if row["notes"]]
+    return "\n".join(out + [textwrap.fill(note, 119, subsequent_indent="  ") for note in notes])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The report.
 
-def halved(rows):
-    """Of four rows the two with the lowest and the highest loss, and each that has a validation loss or was skipped.
+# A long run is thinned, everywhere alike, as runtime/report.cpp thins it.
 
-    runtime/report.cpp thins the rows of a long run in the same way.
-    """
-    kept = []
-    for i in range(0, len(rows), 4):
-        four = sorted(rows[i:i + 4], key=lambda row: row["loss"] if finite(row.get("loss")) else math.inf)
-        kept += [row for row in rows[i:i + 4]
-                 if row is four[0] or row is four[-1] or "val_loss" in row or "skipped" in row]
-    return kept
+def keep(rows):
+    """Those with the lowest and the highest loss, so that a spike stays, and each with a validation loss or skipped."""
+    order = sorted(rows, key=lambda row: row["loss"] if finite(row.get("loss")) else math.inf)
+    return [row for row in rows if row is order[0] or row is order[-1] or "val_loss" in row or "skipped" in row]
 
 
-def columns(rows):
-    """The rows as {key: [a value a row, or None]}, numbers with 7 digits, without those of single tensor groups."""
-    limit = MAX_ROWS
-    kept = []
-    for row in rows:
-        kept.append(row)
+def thinned(rows):
+    """What stays of the rows, one bucket of `stride` after the other; where it becomes too much, the stride doubles."""
+    stride, limit, begin, kept = 2, MAX_ROWS, 0, []
+    while begin + stride <= len(rows):
+        kept += keep(rows[begin:begin + stride])
+        begin += stride
         if len(kept) > limit:
-            kept = halved(kept)
-            limit = max(limit, 2 * len(kept))  # where most rows must be kept
-    keys = [key for key in dict.fromkeys(key for row in kept for key in row)
-            if "." not in key or key.startswith("lockstep.")]
+            kept = [row for i in range(0, len(kept), 4) for row in keep(kept[i:i + 4])]
+            stride *= 2
+            limit = max(limit, len(kept) * 3 // 2)  # where most rows must stay
+    return kept + rows[begin:]
+
+
+def thinned_groups(rows):
+    """What the page draws of single tensor groups, of one in `stride` of the rows that have it."""
+    drawn = lambda key: of_group(key) and key.endswith((".edq", ".lost_frac"))
+    found = [(row["step"], {key: value for key, value in row.items() if drawn(key)}) for row in rows]
+    found = [{**values, "step": step} for step, values in found if values]
+    stride = 1
+    while len(found) > MAX_GROUP_ROWS * stride:
+        stride *= 2
+    return found[::stride]
+
+
+def of_group(key):
+    """h0.attn.edq is of one tensor group; lockstep.bf16.edq is of a whole model."""
+    return "." in key and not key.startswith("lockstep.")
+
+
+def columns(rows, wanted=lambda key: True):
+    """The rows as {key: [a value a row, or None]}, numbers with 7 digits."""
     short = lambda x: float(f"{x:.7g}") if isinstance(x, float) and math.isfinite(x) else x
-    return {key: [short(row.get(key)) for row in kept] for key in keys}
+    keys = dict.fromkeys(key for row in rows for key in row if wanted(key))
+    return {key: [short(row.get(key)) for row in rows] for key in keys}
 
 
 def report(runs, comparison):
@@ -289,7 +317,10 @@ def report(runs, comparison):
     with open(TEMPLATE, encoding="utf-8") as f:
         template = f.read()
     data = {"runs": [{"label": run.label, "folder": run.folder, "seed": run.seed, "run": run.line,
-                      "columns": columns(run.rows)} for run in runs], **comparison}
+                      "columns": columns(thinned(run.rows), lambda key: not of_group(key))} for run in runs],
+            **comparison}
+    if len(runs) == 1:
+        data["runs"][0]["groups"] = columns(thinned_groups(runs[0].rows))
     # "<" could end the element that holds the data; in JSON it stands in strings only.
     return template.replace('"REPORT_DATA"', json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"))
 
@@ -345,15 +376,18 @@ class Trainer:
         self.done += 1
         if self.complete(folder, flags):
             print(f"{name}: already there", flush=True)
-            self.total_left = self.total - self.done
             return True
         begin = time.monotonic()
         with tempfile.TemporaryFile("w+", errors="replace") as errors:
-            with subprocess.Popen([self.binary, *flags], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors,
-                                  text=True, errors="replace") as process:
-                for line in process.stdout:
-                    if line.startswith("step") and sys.stdout.isatty():
-                        print(f"\r{name}: {line.split(' | tok')[0].strip()[:100 - len(name)]}\x1b[K", end="", flush=True)
+            with subprocess.Popen([self.binary, *flags], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                                  stderr=errors, text=True, errors="replace") as process:
+                try:
+                    for line in process.stdout:
+                        if line.startswith("step") and sys.stdout.isatty():
+                            print(f"\r{name}: {line.strip()}"[:118] + "\x1b[K", end="", flush=True)
+                except KeyboardInterrupt:
+                    process.terminate()
+                    raise
             if sys.stdout.isatty():
                 print("\r\x1b[K", end="")
             errors.seek(0)
@@ -365,7 +399,7 @@ class Trainer:
             return False
         self.trained += 1
         left = (self.total - self.done) * (time.monotonic() - self.start) / self.trained
-        print(f"{name}: {seconds(took)}" + (f", about {seconds(left)} left" if self.done < self.total else ""), flush=True)
+        print(f"{name}: {seconds(took)}" + (f", about {seconds(left)} left" if left else ""), flush=True)
         return True
 
 
