@@ -5,6 +5,7 @@
 #   scripts/setup.sh --prefix=.deps   without root: downloads the Debian or Ubuntu packages and unpacks them there;
 #                                     the Makefile then uses them (CMake: -DDEPS=$PWD/.deps)
 #   scripts/setup.sh --oracle         also what regenerates the tests' golden files (PyTorch)
+#   scripts/setup.sh --browser        also the headless browser that make check looks at reports with
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -29,13 +30,18 @@ python3-torch      |module  torch                 |needed|regenerating the golde
 python3-numpy      |module  numpy                 |needed|regenerating the golden files
 '
 
+BROWSER='
+chromium-headless-shell|command chromium-headless-shell|wanted|checking the report page in a browser
+'
+
 PREFIX=
 for ARG in "$@"; do
   case $ARG in
     --prefix=?*) PREFIX=${ARG#--prefix=} ;;
     --oracle) PACKAGES+=$ORACLE ;;
-    -h|--help) sed -n '2,8s/^# \{0,1\}//p' "$0"; exit 0 ;;
-    *) echo "setup.sh: error: unknown argument '$ARG'; expected --prefix=FOLDER or --oracle" >&2; exit 2 ;;
+    --browser) PACKAGES+=$BROWSER ;;
+    -h|--help) sed -n '2,9s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    *) echo "setup.sh: error: unknown argument '$ARG'; expected --prefix=FOLDER, --oracle or --browser" >&2; exit 2 ;;
   esac
 done
 if [ -n "$PREFIX" ]; then
