@@ -116,10 +116,11 @@ quickstart: setup all
 	@scripts/quickstart.sh $(QUICKSTART_STEPS)
 
 # Every precision with three seeds, so that a difference comes with an interval. At beta2 = 0.999 the second moment
-# needs more digits than bf16 has.
+# needs more digits than bf16 has. Passive: on a machine that does other things as well, threads that spin while they
+# wait made a run take 71 s in place of 22.
 compare: setup all
 	@python3 scripts/prepare_data.py kjv
-	@scripts/compare.py --precisions=$(COMPARED) --seeds=1,2,3 --out=runs/compare -- \
+	@OMP_WAIT_POLICY=passive scripts/compare.py --precisions=$(COMPARED) --seeds=1,2,3 --out=runs/compare -- \
 	  --layers=4 --channels=128 --heads=4 --seq-len=64 --batch-size=8 --steps=$(COMPARE_STEPS) --lr=1e-3 \
 	  --warmup-steps=10 --beta2=0.999 --val-every=25 --val-sequences=64 --edq-every=2 --shadow=1024
 
