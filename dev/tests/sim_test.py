@@ -82,6 +82,7 @@ class Ranks(comm_test.Ranks):
     """What holds for ranks on CPUs, here on an emulated GPU each: our use of NCCL, on a stand-in for the library. That
     adds as a ring does, each sum rounded to the gradient's type: 3 roundings of 2^-9 at 4 ranks, one on the CPU. The
     bounds have room for it."""
+    test_the_same_data = None  # the host's part, proven there
     test_more_than_one_message = None  # NCCL takes any length
 
     def trained(self, ranks, *more, streams="eager"):
