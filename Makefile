@@ -4,7 +4,7 @@
 #                           devices where nvcc is found; tests and quickstart only where there is a GPU as well
 #   JOBS=n                  compile and test with n processes (default: one a core)
 #   QUICKSTART_STEPS=n      make quickstart trains n steps (default: about two minutes on 2 cores)
-#   COMPARE_STEPS=n         make compare trains each run for n steps (default: all in about four minutes on 2 cores)
+#   COMPARE_STEPS=n         make compare trains each run for n steps (default: all in about six minutes on 2 cores)
 #   FLAGS="-DWITH_ONEDNN=OFF ..."  further options for CMake
 
 CUDA ?= auto
@@ -130,7 +130,7 @@ clean:
 help:
 	@echo "make              build ./train_gpt"
 	@echo "make quickstart   install packages, build, prepare English text, train a small GPT for two minutes"
-	@echo "make compare      the same with every precision and three seeds, four minutes: a table and a report"
+	@echo "make compare      the same with every precision and three seeds, six minutes: a table and a report"
 	@echo "make test         install packages, build, run all tests"
 	@echo "make check        all tests under sanitizers, races between CUDA threads, each of their barriers dropped"
 	@echo "                  in turn, nvcc's view of the kernels, golden files, the report in a browser; parts:"
