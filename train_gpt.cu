@@ -691,7 +691,7 @@ void train(Options o, const ModelConfig& config, Data& data, const std::string& 
   if (o.shadow < 0) o.shadow = o.lockstep.empty() ? 0 : 1024;
   if (o.edq_every == 0 && (o.shadow || !o.lockstep.empty()))
     USAGE_ERROR("--%s: needs --edq-every, which is 0: nothing of it would be written",
-                o.shadow ? "shadow" : "lockstep");
+                o.lockstep.empty() ? "shadow" : "lockstep");
   if (sizeof(floatX) == 4 && o.grad_accum != "bf16")
     USAGE_ERROR("--grad-accum: found %s with --precision=fp32, whose gradients are fp32; leave it out",
                 o.grad_accum.c_str());
@@ -890,7 +890,7 @@ void train(Options o, const ModelConfig& config, Data& data, const std::string& 
     r.add("step_ms", seconds * 1e3).add("optimizer_ms", optimizer_watch.ms());
     if (peak > 0) r.add("mfu", step_flops / seconds / peak);
     if (!finite) r.add("skipped", true);
-    if (step == to.step) r.add("switched_to", to.to.precision);
+    if (step == to.step) r.add("switched_to", to.to.text);
     for (const auto& field : details.fields) r.fields.push_back(field);
     StepLine line{step + 1,
                   o.steps,
@@ -919,9 +919,15 @@ void train(Options o, const ModelConfig& config, Data& data, const std::string& 
 void run(int argc, char** argv, Comm& comm) {
   comm.join();
   Options o = parse_options(argc, argv);
-  if (o.help) return void(printf("%s", help_text().c_str()));
-  if (o.version) return void(printf("train_gpt %s\n", version()));
-  if (o.plan) return print_plan(o, o.plan_ranks ? o.plan_ranks : comm.ranks());
+  if (o.help || o.version || o.plan) {
+    if (o.help)
+      printf("%s", help_text().c_str());
+    else if (o.version)
+      printf("train_gpt %s\n", version());
+    else
+      print_plan(o, o.plan_ranks ? o.plan_ranks : comm.ranks());
+    return comm.leave();
+  }
   std::string why_no_gpu;
   const int gpus = o.device == "cpu" ? 0 : Device::gpus(why_no_gpu);
   if (o.device == "cuda" && !gpus) RUN_ERROR("--device=cuda: %s; --device=cpu trains without", why_no_gpu.c_str());

@@ -131,6 +131,7 @@ template <class S, class... T>
 void adamw_cuda(typename S::Theta* theta, const typename S::Theta* grads, const Block* blocks, size_t n,
                 const AdamWStep* step, QualitySums* quality, size_t first, cudaStream_t stream, T*... states) {
   static_assert(std::is_same_v<std::tuple<T...>, typename S::States>);
+  if (n == 0) return;  // more ranks than blocks
   const unsigned grid = static_cast<unsigned>(n);
   if (quality)
     launch(adamw_kernel<S, true, T...>, grid, 256, 0, stream, theta, grads, blocks, step, quality, first, states...);

@@ -65,7 +65,7 @@ struct Switch {
 };
 template <class floatX>
 Switch parse_switch(const Options& o) {
-  if (o.switch_precision.empty()) return {-1, {}};
+  if (o.switch_precision.empty() || o.eval_only) return {-1, {}};
   const size_t colon = o.switch_precision.find(':'), digits = o.switch_precision.find_first_not_of("0123456789");
   const int64_t step = colon > 0 && colon < 12 && digits == colon ? std::stoll(o.switch_precision) : 0;
   if (step < 1 || step >= o.steps)
