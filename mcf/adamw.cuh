@@ -170,8 +170,10 @@ class AdamW<S, std::tuple<T...>> final : public Optimizer<typename S::Theta> {
   }
 
   Values values(const floatX* params, const size_t* at, size_t n, Device& device) const override {
-    const std::vector<double> theta = fetch(params, 0, at, n, device);
-    const auto state = [&]<size_t i>() { return fetch(std::get<i>(arrays_).data(), part_.begin, at, n, device); };
+    const std::vector<double> theta = gather_to_host(params, 0, at, n, device);
+    const auto state = [&]<size_t i>() {
+      return gather_to_host(std::get<i>(arrays_).data(), part_.begin, at, n, device);
+    };
     Values values{theta, state.template operator()<weight_states>(), state.template operator()<S::second_moment>()};
     const std::vector<double> first = state.template operator()<0>();
     for (size_t i = 0; i < n; i++)
@@ -208,17 +210,6 @@ class AdamW<S, std::tuple<T...>> final : public Optimizer<typename S::Theta> {
  private:
   static constexpr size_t weight_states = S::second_moment - 1;       // before m
   static constexpr size_t moments = sizeof...(T) - S::second_moment;  // v, or v and its low part
-
-  template <class E>
-  static std::vector<double> fetch(const E* from, size_t first, const size_t* at, size_t n, Device& device) {
-    E* gathered = device.scratch<E>(0, n);
-    gather(gathered, from, first, at, n, device);
-    std::vector<E> host(n);
-    device.download(host.data(), gathered, n);
-    std::vector<double> wide(n);
-    for (size_t i = 0; i < n; i++) wide[i] = to_float(host[i]);
-    return wide;
-  }
 
   template <bool with_quality>
   void update_cpu(floatX* params, const floatX* grads, const AdamWScalars& k) {

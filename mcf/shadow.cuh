@@ -32,8 +32,8 @@ class Shadow {
     if (one_in == 0) return;
     const size_t last = std::min(part.last_block, blocks.host.size());
     const uint64_t run = static_cast<uint64_t>(one_in);
-    for (size_t b = part.first_block; b < last;
-         b++)  // in each run of so many elements of a block, the one at a random place
+    // In each run of so many elements of a block, the one at a random place.
+    for (size_t b = part.first_block; b < last; b++)
       for (uint64_t i = 0; i < blocks.host[b].n; i += run) {
         const uint64_t place = blocks.host[b].begin + i, at = random_bits(~uint64_t{2}, place) % run;
         if (i + at < blocks.host[b].n)
@@ -41,7 +41,6 @@ class Shadow {
       }
     const size_t n = places_.size();
     at_ = Buffer<size_t>(device, Memory::workspace, n);
-    gathered_ = Buffer<floatX>(device, Memory::workspace, n);
     device.upload(at_.data(), places_.data(), n);
     start_ = fetch(params, device), weight_ = start_;
     m_.resize(n), v_.resize(n);
@@ -79,13 +78,8 @@ class Shadow {
   }
 
  private:
-  std::vector<double> fetch(const floatX* from, Device& device) {
-    gather(gathered_.data(), from, 0, at_.data(), size(), device);
-    std::vector<floatX> host(size());
-    device.download(host.data(), gathered_.data(), size());
-    std::vector<double> wide(size());
-    for (size_t i = 0; i < size(); i++) wide[i] = to_float(host[i]);
-    return wide;
+  std::vector<double> fetch(const floatX* from, Device& device) const {
+    return gather_to_host(from, 0, at_.data(), size(), device);
   }
 
   std::vector<size_t> places_, block_;
@@ -93,5 +87,4 @@ class Shadow {
   std::vector<double> start_, weight_, m_, v_;
   std::vector<DriftSums> sums_;
   Buffer<size_t> at_;
-  Buffer<floatX> gathered_;
 };
