@@ -1,12 +1,14 @@
 #include "dataloader/file.h"
 
 #include <fcntl.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <utility>
 
 #include "runtime/error.h"
 
@@ -45,6 +47,22 @@ int64_t File::read(void* out, int64_t n, const std::string& who) const {
   }
   return done;
 }
+
+MappedFile::MappedFile(const std::string& path, const std::string& who) {
+  const File file(path, who);
+  size_ = file.size();
+  if (size_ == 0) return;
+  void* map = mmap(nullptr, static_cast<size_t>(size_), PROT_READ, MAP_SHARED, file.fd(), 0);
+  if (map == MAP_FAILED) RUN_ERROR("%s: cannot be mapped: %s", who.c_str(), strerror(errno));
+  data_ = static_cast<const char*>(map);
+}
+
+MappedFile::~MappedFile() {
+  if (data_) munmap(const_cast<char*>(data_), static_cast<size_t>(size_));
+}
+
+MappedFile::MappedFile(MappedFile&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
 
 std::string first_bytes(const void* data, int64_t n) {
   if (n == 0) return "an empty file";

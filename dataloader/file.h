@@ -22,6 +22,24 @@ class File {
   int64_t size_ = 0;
 };
 
+// A whole file, read-only, in memory as far as it is looked at.
+class MappedFile {
+ public:
+  // Throws RunError as File does. who: what the messages begin with.
+  MappedFile(const std::string& path, const std::string& who);
+  ~MappedFile();
+  MappedFile(MappedFile&& other) noexcept;
+  MappedFile(const MappedFile&) = delete;
+  MappedFile& operator=(const MappedFile&) = delete;
+
+  const char* data() const { return data_; }  // nullptr for an empty file
+  int64_t size() const { return size_; }      // bytes
+
+ private:
+  const char* data_ = nullptr;
+  int64_t size_ = 0;
+};
+
 // The first bytes of a file for a message: `first bytes 50 4b 03 04 "PK.."`, or `an empty file`.
 std::string first_bytes(const void* data, int64_t n);
 
