@@ -6,15 +6,12 @@
 #include <chrono>
 #include <cmath>
 #include <cstdio>
-#include <filesystem>
 #include <memory>
 #include <numbers>
-#include <optional>
 #include <string>
 #include <vector>
 
-#include "dataloader/dataset.h"
-#include "dataloader/tokenizer.h"
+#include "dataloader/data.h"
 #include "kernels/attention.cuh"
 #include "kernels/encoder.cuh"
 #include "kernels/fused_classifier.cuh"
@@ -24,34 +21,29 @@
 #include "kernels/layernorm.cuh"
 #include "kernels/matmul.cuh"
 #include "mcf/listeners.cuh"
+#include "mcf/saved.cuh"
 #include "mcf/shadow.cuh"
+#include "runtime/checkpoint.h"
 #include "runtime/comm.h"
 #include "runtime/gpu_peak.h"
+#include "runtime/header.h"
 #include "runtime/metrics.h"
 #include "runtime/model_config.h"
+#include "runtime/model_file.h"
 #include "runtime/options.h"
+#include "runtime/parameter.h"
 #include "runtime/plan.h"
 #include "runtime/preflight.h"
 #include "runtime/random.h"
 #include "runtime/report.h"
 #include "runtime/schedule.h"
+#include "runtime/signals.h"
+#include "runtime/spikes.h"
 #include "runtime/terminal.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The parameter table: every tensor, in the order in which they lie in one flat buffer. Weights, gradients and each
 // optimizer state have this layout. Names are Hugging Face's for GPT-2.
-
-enum class Init { normal, residual, ones, zeros };  // N(0, 0.02); N(0, 0.02 / sqrt(2L)); 1; 0
-
-struct Parameter {
-  std::string name;
-  int64_t rows, columns;  // (rows, columns) row-major; a vector has one column
-  int64_t used_rows;      // the rows beyond are padding and stay 0
-  Init init;
-  bool decay;    // weight decay applies: matrices, not biases and LayerNorm parameters
-  size_t begin;  // first element in the flat buffer
-  size_t n() const { return static_cast<size_t>(rows * columns); }
-};
 
 struct ParameterTable {
   std::vector<Parameter> parameters;
@@ -81,7 +73,9 @@ ParameterTable parameter_table(const ModelConfig& c, bool with_blocks = true) {
   const auto add = [&](std::string name, int64_t rows, int64_t columns, Init init, int64_t used_rows = -1) {
     const bool matrix = init == Init::normal || init == Init::residual;
     if (used_rows < 0) used_rows = rows;
-    table.parameters.push_back({std::move(name), rows, columns, used_rows, init, matrix, table.elements});
+    const bool in_block = table.parameters.size() >= 2;  // after the embeddings
+    table.parameters.push_back(
+        {std::move(name), rows, columns, used_rows, init, matrix, matrix && in_block, table.elements});
     const size_t n = static_cast<size_t>(rows * columns);
     if (with_blocks) append_blocks(table.blocks, table.elements, n, matrix);
     const auto known = std::find(table.groups.begin(), table.groups.end(), group);
@@ -546,49 +540,33 @@ std::vector<int32_t> sample(GPT<floatX>& model, std::vector<int32_t> tokens, con
   return tokens;
 }
 
+// The first tensor, in the order of the table, in which this rank's part of a flat buffer has an element that is not
+// finite; "" where there is none. For all ranks.
+template <class floatX>
+std::string first_not_finite(const floatX* values, const ParameterTable& table, const Part& part, Device& device,
+                             Comm& comm) {
+  size_t first = table.parameters.size();
+  std::vector<floatX> piece;
+  for_each_piece(table.parameters, part, [&](const Parameter& p, size_t, size_t n, size_t begin) {
+    const size_t index = static_cast<size_t>(&p - table.parameters.data());
+    if (index >= first) return;
+    piece.resize(n);
+    device.download(piece.data(), values + begin, n);
+    if (!std::all_of(piece.begin(), piece.end(), [](floatX x) { return std::isfinite(to_float(x)); })) first = index;
+  });
+  for (const size_t other : comm.gather(first)) first = std::min(first, other);
+  return first < table.parameters.size() ? table.parameters[first].name : "";
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // The run.
 
-struct Data {
-  std::optional<Dataset> train, val;
-  std::optional<Tokenizer> tokenizer;
+// What --resume goes on from.
+struct Resumed {
+  std::unique_ptr<Checkpoint> checkpoint;  // null: the run begins anew
+  PrecisionName stored;                    // what its weights and states are in
+  std::vector<std::string> changes;        // of flags, for the header
 };
-
-// Opens the shards that the flags name, or the prepared ones where no flag does, and completes the options.
-Data open_data(Options& o) {
-  if (o.train_data.empty() && o.val_data.empty()) {
-    const std::string train = "data/kjv/train_*.bin", val = "data/kjv/val_*.bin";
-    if (!std::filesystem::exists("data/kjv/train_000.bin"))
-      USAGE_ERROR("--train-data: not given, and %s is not there; prepare it with scripts/prepare_data.py kjv",
-                  train.c_str());
-    o.train_data = train, o.val_data = val;
-  }
-  if (o.train_data.empty() && !o.eval_only)
-    USAGE_ERROR("--train-data: not given, only --val-data; --eval-only needs no more");
-  if (o.val_data.empty() && o.eval_only) USAGE_ERROR("--eval-only: needs --val-data");
-  Data data;
-  if (!o.train_data.empty()) data.train.emplace(o.train_data, o.seq_len, "--train-data");
-  if (!o.val_data.empty()) data.val.emplace(o.val_data, o.seq_len, "--val-data");
-  if (data.train && data.val) data.train->require_same_tokens(*data.val);
-  const Dataset& first = data.train ? *data.train : *data.val;
-  if (const std::string path = first.tokenizer_path(); !path.empty()) {
-    data.tokenizer.emplace(path);
-    data.tokenizer->require_made(first.vocab_size(), first.tokenizer_crc(), data.train ? "--train-data" : "--val-data");
-  }
-  return data;
-}
-
-std::vector<int32_t> prompt_tokens(const Options& o, const std::optional<Tokenizer>& tokenizer, int V) {
-  if (o.prompt.empty()) return {tokenizer ? tokenizer->eot() : V - 1};
-  if (!tokenizer) USAGE_ERROR("--prompt: there is no tokenizer.bin beside the shards to encode it with");
-  return tokenizer->encode(o.prompt);
-}
-
-std::string describe(const Dataset& data) {
-  return strf("%s tokens in %s shard%s, %s sequences (%s tail tokens never seen)", human_count(data.tokens()).c_str(),
-              human_count(data.shards()).c_str(), data.shards() == 1 ? "" : "s", human_count(data.sequences()).c_str(),
-              human_count(data.dropped_tokens()).c_str());
-}
 
 // What the kernels of a GPU ask Device::scratch for, at most: its slots 0 and 1, and cuBLASLt's.
 int64_t kernel_scratch_bytes(const ModelConfig& c, int B, int T, size_t n_blocks) {
@@ -668,9 +646,9 @@ void print_plan(Options o, int ranks) {
 }
 
 template <class floatX>
-void train(Options o, const ModelConfig& config, Data& data, const std::string& command,
-           const PrecisionBytes& precision, const char* meaning, const std::string& why_no_gpu, Device& device,
-           Comm& comm) {
+void train(Options o, const ModelConfig& config, Data& data, const Resumed& resumed, const PrecisionName& now_in,
+           const std::string& command, const PrecisionBytes& precision, const char* meaning,
+           const std::string& why_no_gpu, Device& device, Comm& comm) {
   const auto now = [] {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
   };
@@ -687,6 +665,15 @@ void train(Options o, const ModelConfig& config, Data& data, const std::string& 
           "--steps: one epoch is %lld sequences, less than the %lld of one step; give --steps or a smaller batch",
           static_cast<long long>(data.train->sequences()), static_cast<long long>(step_sequences));
   }
+  const RunState from = resumed.checkpoint ? resumed.checkpoint->state : RunState();
+  if (resumed.checkpoint && data.train->identity() != from.data)
+    USAGE_ERROR("--train-data: found %s, the checkpoint was trained on %s; expected the same shards, wherever they are",
+                data.train->identity().c_str(), in_quotes(from.data).c_str());
+  if (from.step >= o.steps && from.step > 0) {
+    printf("nothing left to do: %s of %s steps are done; more with --steps\n", human_count(from.step).c_str(),
+           human_count(o.steps).c_str());
+    return;
+  }
   if (o.edq_every < 0) o.edq_every = device.is_cuda() ? 10 : 1;
   if (o.shadow < 0) o.shadow = o.lockstep.empty() ? 0 : 1024;
   if (o.edq_every == 0 && (o.shadow || !o.lockstep.empty()))
@@ -696,7 +683,7 @@ void train(Options o, const ModelConfig& config, Data& data, const std::string& 
     USAGE_ERROR("--grad-accum: found %s with --precision=fp32, whose gradients are fp32; leave it out",
                 o.grad_accum.c_str());
   const Switch to = parse_switch<floatX>(o);
-  const std::vector<int32_t> prompt = prompt_tokens(o, data.tokenizer, config.V);
+  const std::vector<int32_t> prompt = prompt_tokens(o, data, config.V);
 
   const double start = now();
   if (device.is_cuda())
@@ -706,7 +693,8 @@ void train(Options o, const ModelConfig& config, Data& data, const std::string& 
   const Cut cut = cut_blocks(model.table.blocks, model.table.elements, comm.ranks());
   const Part part = o.zero ? cut.part(comm.rank()) : Part(model.table.elements);
   std::vector<Listener<floatX>> listeners;
-  if (!o.eval_only) listeners = make_listeners(o, model.params(), model.table.elements, model.blocks, part, device);
+  if (!o.eval_only)
+    listeners = make_listeners(o, now_in, model.params(), model.table.elements, model.blocks, part, device);
   GradientSum gradient_sum(micro_batches > 1 && !o.eval_only ? o.grad_accum : "bf16", model.table.elements, device);
   std::array<int64_t, memory_names.size()> allocated;  // what the plan says; kernels ask for scratch as they first run
   for (size_t m = 0; m < allocated.size(); m++) allocated[m] = device.bytes(static_cast<Memory>(m));
@@ -719,66 +707,51 @@ void train(Options o, const ModelConfig& config, Data& data, const std::string& 
   if (device.is_cuda() && comm.ranks() > 1) comm.use_gpu(device.stream());
   const double step_flops = 6.0 * static_cast<double>(model.table.count) * static_cast<double>(o.total_batch_tokens);
 
-  Metrics metrics(comm.rank() == 0 ? o.out : "");
+  std::string converted;
+  if (resumed.checkpoint) {
+    resumed.checkpoint->verify(comm.rank(), comm.ranks());
+    comm.gather(0);  // all files are as they were written
+    converted = restore_run(*resumed.checkpoint, resumed.stored, model.params(), listeners, shadow,
+                            model.table.parameters, part, device, comm);
+    if (o.zero) comm.all_gather(model.params(), cut.elements), comm.wait();
+  }
+  // Where every rank has all states, the first saves them.
+  const Part saved_part = o.zero || comm.rank() == 0 ? part : Part(0, 0, 0, 0);
+  SavedRun saved;
+  if (o.checkpoint_every) saved.reserve(listeners, model.table.elements, saved_part);
+
+  Metrics metrics(comm.rank() == 0 ? o.out : "", from.step);
+  Checkpoints checkpoints(o.eval_only ? "" : o.out, o.keep_checkpoints, from.step > 0, comm);
   Report report(metrics.path());
-  printf("train_gpt  %s\n", version());
-  if (device.is_cuda()) {
-    const cudaDeviceProp& gpu = device.properties();
-    printf("device     %s, compute capability %d.%d, %s\n", gpu.name, gpu.major, gpu.minor,
-           peak > 0 ? strf("peak %.0f TFLOP/s", peak / 1e12).c_str() : "peak unknown: no MFU");
-  } else {
-    printf("device     CPU, %d thread%s, %s, %.0f GFLOP/s measured\n", device.threads(),
-           device.threads() == 1 ? "" : "s", product_library().c_str(), peak / 1e9);
-    if (o.device == "auto") printf("           %s: training on the CPU\n", why_no_gpu.c_str());
-    const std::string warning = product_warning(sizeof(floatX) == 2);
-    if (!warning.empty()) printf("           %s\n", warning.c_str());
+  std::vector<std::string> output, resumption;
+  if (!o.out.empty()) output = {metrics.path(), report.path() + ", for a browser"};
+  for (const auto& path : {metrics.moved_to(), checkpoints.moved_to()})
+    if (!path.empty()) output.push_back("an earlier run's are now in " + path);
+  if (o.checkpoint_every)
+    output.push_back(strf("a checkpoint every %s steps, %s kept; its copy takes %s of memory",
+                          human_count(o.checkpoint_every).c_str(),
+                          o.keep_checkpoints ? human_count(o.keep_checkpoints).c_str() : "all",
+                          human_bytes(static_cast<double>(saved.bytes())).c_str()));
+  if (resumed.checkpoint) {
+    resumption = resumed.changes;
+    resumption.insert(resumption.begin(), resumed.checkpoint->folder);
+    if (!converted.empty()) resumption.push_back("from " + resumed.stored.precision + converted);
+  } else if (o.resume) {
+    resumption = {"nothing: no checkpoint in " + o.out + " yet"};
   }
-  if (comm.ranks() > 1)
-    printf("ranks      %d over %s; %s\n", comm.ranks(), comm.transport().c_str(),
-           o.zero ? "optimizer states are shared out (--zero=1)" : "each with all optimizer states (--zero=0)");
-  for (const auto& line : devices) printf("           %s\n", line.c_str());
-  printf("model      %s: %d layers, %d channels, %d heads, T = %d, vocabulary %d (padded to %d), %s parameters\n",
-         o.model.c_str(), config.L, config.C, config.NH, T, config.V, config.Vp,
-         human_count(model.table.count).c_str());
-  printf("precision  %s%s: %s, %d bytes a parameter with its gradient\n", o.precision.c_str(),
-         o.mcf == "strict" ? "" : (" " + o.mcf).c_str(), meaning, precision.total());
-  if (!o.lockstep.empty()) printf("           in lock-step, fed with its gradients: %s\n", o.lockstep.c_str());
-  if (o.shadow) printf("           compared with fp64 AdamW on one weight in %s\n", human_count(o.shadow).c_str());
-  printf("%s", preflight_text(o).c_str());
-  if (data.train) printf("train      %s\n", describe(*data.train).c_str());
-  printf("val        %s\n", data.val ? describe(*data.val).c_str() : "none: no --val-data");
-  if (data.train && data.val)
-    for (int64_t i = 0; i < data.val->shards(); i++)
-      for (int64_t j = 0; j < data.train->shards(); j++)
-        if (std::filesystem::equivalent(data.val->path(i), data.train->path(j)))
-          printf("           warning: %s is trained on and validated on\n", data.val->path(i).c_str());
-  if (!o.eval_only)
-    printf("batch      %s tokens a step: %lld x %d sequences; %s steps, %.3g epochs\n",
-           human_count(o.total_batch_tokens).c_str(), static_cast<long long>(step_micro_batches), B,
-           human_count(o.steps).c_str(),
-           static_cast<double>(o.steps * step_sequences) / static_cast<double>(data.train->sequences()));
-  Record memory;
-  printf("memory    ");
-  for (size_t m = 0; m < memory_names.size(); m++) {
-    memory.add(memory_names[m], allocated[m]);
-    printf(" %s %s%s", memory_names[m], human_bytes(static_cast<double>(allocated[m])).c_str(),
-           m + 1 < memory_names.size() ? ","
-           : comm.ranks() > 1          ? " (each rank)\n"
-                                       : "\n");
-  }
-  if (!o.out.empty())
-    printf("output     %s\n           %s, for a browser\n", metrics.path().c_str(), report.path().c_str());
-  if (!metrics.moved_to().empty())
-    printf("           an earlier run's metrics are now in %s\n", metrics.moved_to().c_str());
-  printf("           ready in %s\n", human_time(now() - start).c_str());
-  fflush(stdout);
+  print_header({o, config, data, device, comm, devices, why_no_gpu, peak, model.table.count,
+                strf("%s%s: %s, %d bytes a parameter with its gradient", now_in.precision.c_str(),
+                     now_in.mode == "strict" ? "" : (" " + now_in.mode).c_str(), meaning, precision.total()),
+                sizeof(floatX) == 2, step_sequences, allocated, output, resumption, now() - start});
 
   Record run;
   run.add("command", command).add("version", version()).add("precision", o.precision);
   run.add("device", device.is_cuda() ? device.properties().name : "cpu").add("ranks", comm.ranks());
   run.add("threads", device.threads()).add("isa", product_library()).add("flags", flag_values(o));
+  Record memory;
+  for (size_t m = 0; m < memory_names.size(); m++) memory.add(memory_names[m], allocated[m]);
   run.add("parameters", model.table.count).add("bytes_per_param", precision.total()).add("memory", memory);
-  metrics.write(run);
+  if (metrics.empty()) metrics.write(run);
 
   const auto print_sample = [&](int64_t step) {
     const std::vector<int32_t> tokens = sample(model, prompt, o, step);
@@ -801,8 +774,36 @@ void train(Options o, const ModelConfig& config, Data& data, const std::string& 
   Batch batch(B, T);
   Buffer<double> grad_norm(device, Memory::workspace, 1);  // on the device
   Stopwatch optimizer_watch(device);
-  int64_t updates = 0;
-  for (int64_t step = 0; step < o.steps; step++) {
+  int64_t updates = from.updates, bad_in_a_row = from.bad_steps_in_a_row, saved_step = -1;
+  SpikeWindow losses(from.losses), grad_norms(from.grad_norms);
+  // Copies the state after so many steps, for start_checkpoint(). Returns ms that training stood still.
+  const auto copy_state = [&] {
+    const double begun = now();
+    checkpoints.finish();
+    saved.copy(model.params(), model.table.elements, listeners, shadow, model.table.parameters, saved_part,
+               comm.rank() == 0, device);
+    return (now() - begun) * 1e3;
+  };
+  const auto start_checkpoint = [&](int64_t step) {
+    RunState s{step,
+               updates,
+               listeners[0].precision.precision,
+               listeners[0].precision.mode,
+               data.train->identity(),
+               bad_in_a_row,
+               losses.values(),
+               grad_norms.values(),
+               flag_texts(o)};
+    checkpoints.start(s, saved.model,
+                      config_json(config, sizeof(floatX) == 2 ? "bfloat16" : "float32", data.eot(config.V)),
+                      saved.optimizer);
+    saved_step = step;
+  };
+  watch_signals();
+  Signals asked;
+  bool give_up = false;
+  int64_t step = from.step;
+  for (; step < o.steps && !asked.stop && !give_up; step++) {
     const double step_start = now();
     if (step == to.step) {
       const std::string line = switch_precision(listeners[0], to.to, model.blocks, part, device, comm);
@@ -833,16 +834,29 @@ void train(Options o, const ModelConfig& config, Data& data, const std::string& 
         },
         device);
 
-    // Everything is issued before anything is read back, so that a GPU never waits for the host within a step.
-    // Clipping, and skipping a gradient that is not finite, are decided on the device from the norm. A skipped step
-    // changes no state, and the bias correction does not count it.
+    // Everything is issued before anything is read back, so that a GPU never waits for the host within a step, unless
+    // spikes are looked for. Clipping, and skipping a gradient that is not finite, are decided on the device from the
+    // norm. A skipped step changes no state, and the bias correction does not count it.
+    double loss = 0, norm = 0;
+    const auto fetch = [&] {
+      loss = sum_of_losses(model, comm, shares(step_micro_batches, comm.ranks())) /
+             static_cast<double>(o.total_batch_tokens);
+      device.download(&norm, grad_norm.data(), 1);
+    };
+    double loss_z = std::nan(""), norm_z = std::nan("");
+    if (o.skip_spikes > 0) {
+      fetch();
+      loss_z = losses.z(loss), norm_z = grad_norms.z(norm);
+      losses.add(loss), grad_norms.add(norm);
+    }
+    const bool spike = loss_z > o.skip_spikes || norm_z > o.skip_spikes;  // false where there is no z
     const double lr = learning_rate(o, step, o.steps);
-    const bool with_quality = o.edq_every && (step + 1) % o.edq_every == 0;
+    const bool with_quality = o.edq_every && (step + 1) % o.edq_every == 0 && !spike;
     const AdamWScalars k =
         adamw_scalars(lr, o.beta1, o.beta2, o.eps, o.weight_decay, o.grad_clip, 0, updates + 1, o.seed);
     for (auto& l : listeners) {
       if (&l == &listeners[0]) optimizer_watch.start();
-      l.optimizer->update(l.params, model.grads(), k, o.grad_clip, grad_norm.data(), with_quality, device);
+      if (!spike) l.optimizer->update(l.params, model.grads(), k, o.grad_clip, grad_norm.data(), with_quality, device);
       if (&l == &listeners[0]) optimizer_watch.stop();
       if (o.zero && with_quality) comm.all_gather(l.optimizer->block_sums(), cut.blocks);
     }
@@ -850,18 +864,25 @@ void train(Options o, const ModelConfig& config, Data& data, const std::string& 
       comm.all_gather(model.params(), cut.elements);
       comm.wait();
     }
-    const double loss = sum_of_losses(model, comm, shares(step_micro_batches, comm.ranks())) /
-                        static_cast<double>(o.total_batch_tokens);
-    double norm = 0;
-    device.download(&norm, grad_norm.data(), 1);
+    if (o.skip_spikes == 0) fetch();
     const bool finite = std::isfinite(norm);
-    if (finite) {
+    if (finite && !spike) {
       updates++;
       const double clip = o.grad_clip > 0 && norm > o.grad_clip ? o.grad_clip / norm : 1;
       shadow.update(model.grads(), lr, o.beta1, o.beta2, o.eps, o.weight_decay, clip, updates, device);
-    } else {
-      printf("step %lld: the gradient is not finite (loss %g): update skipped\n", static_cast<long long>(step + 1),
-             loss);
+    } else if (spike) {
+      printf("step %lld: loss %g, norm %g: a spike (z = %.1f and %.1f): update skipped\n",
+             static_cast<long long>(step + 1), loss, norm, loss_z, norm_z);
+    }
+    bad_in_a_row = finite ? 0 : bad_in_a_row + 1;
+    bool weights_finite = true;
+    if (!finite) {
+      const std::string weight = first_not_finite(model.params(), model.table, part, device, comm);
+      const std::string grad = first_not_finite(model.grads(), model.table, part, device, comm);
+      weights_finite = weight.empty();
+      printf("step %lld: loss %g, norm %g, first in %s %s: update skipped, %lld in a row\n",
+             static_cast<long long>(step + 1), loss, norm, weights_finite ? "the gradient of" : "the weights",
+             weights_finite ? grad.c_str() : weight.c_str(), static_cast<long long>(bad_in_a_row));
     }
     QualitySums quality;  // of the run's own optimizer
     Record details;
@@ -889,7 +910,8 @@ void train(Options o, const ModelConfig& config, Data& data, const std::string& 
         .add("tokens_per_s", static_cast<double>(o.total_batch_tokens) / seconds);
     r.add("step_ms", seconds * 1e3).add("optimizer_ms", optimizer_watch.ms());
     if (peak > 0) r.add("mfu", step_flops / seconds / peak);
-    if (!finite) r.add("skipped", true);
+    if (!finite || spike) r.add("skipped", true).add("skipped_steps", step + 1 - updates);
+    r.add_if_computed("loss_z", loss_z).add_if_computed("grad_norm_z", norm_z);
     if (step == to.step) r.add("switched_to", to.to.text);
     for (const auto& field : details.fields) r.fields.push_back(field);
     StepLine line{step + 1,
@@ -910,10 +932,33 @@ void train(Options o, const ModelConfig& config, Data& data, const std::string& 
       r.add("val_loss", val_loss);
     }
     if (due(o.sample_every) && comm.rank() == 0) print_sample(step + 1);
+    // All ranks do what one of them was asked for.
+    for (const Signals& other : comm.gather(noted_signals())) {
+      if (!asked.stop) asked.stop = other.stop;
+      asked.save |= other.save;
+    }
+    give_up = o.max_bad_steps && bad_in_a_row >= o.max_bad_steps;
+    const bool saves = !o.out.empty() && (due(o.checkpoint_every) || asked.stop || asked.save || give_up) &&
+                       weights_finite;  // else it would take the place of a good one
+    asked.save = false;
+    if (saves) r.add("checkpoint_ms", copy_state());
     metrics.write(r);
-    if (validates || step + 1 == o.steps) report.update();
+    if (validates || asked.stop || give_up || step + 1 == o.steps) report.update();
+    if (saves) start_checkpoint(step + 1);
+    checkpoints.poll();
     fflush(stdout);
   }
+  const bool written = checkpoints.finish();
+  const std::string where = saved_step == step && written ? "its state is in " + o.out
+                            : o.out.empty()               ? "nothing is kept without --out"
+                                                          : "no checkpoint of it was written";
+  if (give_up)
+    RUN_ERROR("step %lld: %lld steps in a row without a finite gradient (--max-bad-steps): stopped; %s",
+              static_cast<long long>(step), static_cast<long long>(bad_in_a_row), where.c_str());
+  if (saved_step == step && !written) RUN_ERROR("step %lld, the last: %s", static_cast<long long>(step), where.c_str());
+  if (asked.stop)
+    printf("stopped by SIG%s after step %lld of %lld; %s\n", sigabbrev_np(asked.stop), static_cast<long long>(step),
+           static_cast<long long>(o.steps), where.c_str());
 }
 
 void run(int argc, char** argv, Comm& comm) {
@@ -928,6 +973,14 @@ void run(int argc, char** argv, Comm& comm) {
       print_plan(o, o.plan_ranks ? o.plan_ranks : comm.ranks());
     return comm.leave();
   }
+  Resumed resumed;
+  if (o.resume) resumed.checkpoint = newest_checkpoint(o.out);
+  if (resumed.checkpoint) {
+    const RunState& s = resumed.checkpoint->state;
+    comm.require_same("checkpoint", strf("step %lld", static_cast<long long>(s.step)));
+    resumed.changes = take_flags(o, s.flags, "--resume: " + resumed.checkpoint->folder + "/state.json");
+    resumed.stored = parse_precision("resume", s.precision + ":" + s.mcf, "");
+  }
   std::string why_no_gpu;
   const int gpus = o.device == "cpu" ? 0 : Device::gpus(why_no_gpu);
   if (o.device == "cuda" && !gpus) RUN_ERROR("--device=cuda: %s; --device=cpu trains without", why_no_gpu.c_str());
@@ -936,16 +989,23 @@ void run(int argc, char** argv, Comm& comm) {
   o.seq_len = model_config(o, 0).max_T;
   comm.require_same("flags", strf("%s %s", version(), to_json(flag_values(o)).c_str()));
   Data data = open_data(o);
-  const ModelConfig config = model_config(o, static_cast<int>((data.train ? *data.train : *data.val).vocab_size()));
+  const ModelConfig config = model_config(o, static_cast<int>(data.first().vocab_size()));
+  o.layers = config.L, o.heads = config.NH, o.channels = config.C, o.vocab_size = config.V;
   if (data.train) data.train->set_vocab_size(config.V);
   if (data.val) data.val->set_vocab_size(config.V);
   for (const auto* set : {&data.train, &data.val})
     if (*set) comm.require_same("data", strf("%s, vocabulary %d", describe(**set).c_str(), config.V));
   Device device(cuda ? DeviceKind::cuda : DeviceKind::cpu, cuda ? comm.local_rank() % gpus : 0,
                 comm.threads(o.threads));
-  with_strategy(o.precision, o.mcf, [&]<class S>() {
-    train<typename S::Theta>(o, config, data, command_line(argc, argv), precision_bytes<S>(), S::meaning, why_no_gpu,
-                             device, comm);
+  // What it was switched to, unless another one is asked for.
+  const bool other_precision = std::any_of(resumed.changes.begin(), resumed.changes.end(), [](const auto& change) {
+    return change.starts_with("--precision ") || change.starts_with("--mcf ");
+  });
+  const PrecisionName now_in =
+      resumed.checkpoint && !other_precision ? resumed.stored : PrecisionName{o.precision, o.precision, o.mcf};
+  with_strategy(now_in.precision, now_in.mode, [&]<class S>() {
+    train<typename S::Theta>(o, config, data, resumed, now_in, command_line(argc, argv), precision_bytes<S>(),
+                             S::meaning, why_no_gpu, device, comm);
   });
   comm.leave();
 }

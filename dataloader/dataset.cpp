@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "dataloader/file.h"
+#include "runtime/crc32.h"
 #include "runtime/error.h"
 #include "runtime/random.h"
 
@@ -97,6 +98,21 @@ Dataset::Dataset(const std::string& glob, int T, const char* flag_name) : flag_n
               ll(T_), ll(T_ + 1), hint.c_str());
   }
   checked_.assign(shards_.size(), false);
+}
+
+std::string Dataset::identity() const {
+  uint32_t crc = 0;
+  for (const Shard& shard : shards_) {
+    const int64_t n = shard.tokens(), count = std::min<int64_t>(n, 1024);
+    crc = crc32(&n, sizeof n, crc);
+    std::vector<int32_t> ids(static_cast<size_t>(count));
+    constexpr int samples = 16;
+    for (int i = 0; i < samples; i++) {
+      shard.copy((n - count) * i / (samples - 1), count, ids.data());
+      crc = crc32(ids.data(), ids.size() * sizeof ids[0], crc);
+    }
+  }
+  return strf("%lld shard%s, %lld tokens, CRC-32 %08x", ll(shards()), shards() == 1 ? "" : "s", ll(tokens()), crc);
 }
 
 std::string Dataset::tokenizer_path() const {

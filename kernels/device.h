@@ -155,7 +155,7 @@ class Device {
       CUDA_CHECK(cudaMemsetAsync(p, 0, n * sizeof(T), stream_));
       return;
     }
-    const size_t bytes = n * sizeof(T), piece = size_t{1} << 20;
+    const size_t bytes = n * sizeof(T);
     char* to = reinterpret_cast<char*>(p);
 #pragma omp parallel for schedule(static)
     for (size_t i = 0; i < bytes; i += piece) memset(to + i, 0, std::min(piece, bytes - i));
@@ -185,8 +185,15 @@ class Device {
   template <class T>
   void download(T* to, const T* from, size_t n) {
     if (n == 0) return;
-    if (!is_cuda()) return void(memcpy(to, from, n * sizeof(T)));
-    CUDA_CHECK(cudaMemcpyAsync(to, from, n * sizeof(T), cudaMemcpyDeviceToHost, stream_));
+    const size_t bytes = n * sizeof(T);
+    if (!is_cuda()) {
+      char* out = reinterpret_cast<char*>(to);
+#pragma omp parallel for schedule(static) if (bytes > piece)
+      for (size_t i = 0; i < bytes; i += piece)
+        memcpy(out + i, reinterpret_cast<const char*>(from) + i, std::min(piece, bytes - i));
+      return;
+    }
+    CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream_));
     CUDA_CHECK(cudaStreamSynchronize(stream_));
   }
 
@@ -220,6 +227,7 @@ class Device {
   template <class T>
   friend class Buffer;
   static constexpr size_t huge_page = size_t{2} << 20;
+  static constexpr size_t piece = size_t{1} << 20;  // bytes that a thread copies at a time
 
   void* allocate(Memory memory, size_t bytes) {
     void* p = is_cuda() ? allocate_cuda(memory, bytes) : allocate_cpu(memory, bytes);

@@ -2,6 +2,7 @@
 //
 // losses (rows) = -log softmax(logits)[target], nats. Where write_dlogits: logits (rows,Vp) become
 // (softmax - onehot(target)) * dloss, and 0 in the padding V..Vp-1; else they stay. targets (rows), each in [0, V).
+// The gradient of a loss that is not finite is NaN, so that the gradient's norm tells of both.
 #pragma once
 #include <algorithm>
 #include <cfloat>
@@ -35,10 +36,11 @@ void fused_classifier_cpu(float* losses, floatX* logits, const int* targets, flo
     const float logit = to_float(x[target]);
     losses[r] = std::log(sum) + max - logit;
     if (!write_dlogits) continue;
-    const float scale = dloss / sum, target_p = exp_poly(logit - max) / sum;
+    const float drow = std::isfinite(losses[r]) ? dloss : NAN;
+    const float scale = drow / sum, target_p = exp_poly(logit - max) / sum;
 #pragma omp simd
     for (int v = 0; v < V; v++) store(x[v], exp_poly(to_float(x[v]) - max) * scale);
-    store(x[target], (target_p - 1.0f) * dloss);
+    store(x[target], (target_p - 1.0f) * drow);
     for (int v = V; v < Vp; v++) store(x[v], 0.0f);
   }
 }
@@ -82,10 +84,11 @@ __global__ void __launch_bounds__(1024) fused_classifier_kernel(float* losses, f
   const float part_maximum = has_part ? maxima[lane_index()] : -FLT_MAX;
   max = warp_max(part_maximum);
   sum = warp_sum(has_part ? parts[lane_index()] * exp_gpu(part_maximum - max) : 0.0f);
-  if (threadIdx.x == 0) losses[blockIdx.x] = logf(sum) + max - logit;
+  const float loss = logf(sum) + max - logit;
+  if (threadIdx.x == 0) losses[blockIdx.x] = loss;
   if (!write_dlogits) return;
 
-  const float scale = dloss / sum;
+  const float drow = fabsf(loss) <= FLT_MAX ? dloss : NAN, scale = drow / sum;
   if (begin >= Vp) return;
   for (int v = begin + (Vp - 1 - begin) / stride * stride; v >= 0; v -= stride) {
     float x[width];
@@ -93,7 +96,7 @@ __global__ void __launch_bounds__(1024) fused_classifier_kernel(float* losses, f
     UNROLL
     for (int j = 0; j < width; j++) {
       const float e = exp_gpu(x[j] - max);
-      const float d = v + j == target ? (e / sum - 1.0f) * dloss : e * scale;
+      const float d = v + j == target ? (e / sum - 1.0f) * drow : e * scale;
       x[j] = v + j < V ? d : 0.0f;
     }
     store_run(row + v, x);

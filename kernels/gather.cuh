@@ -1,10 +1,7 @@
 // out (n) = from[at[i] - first]: single elements of a flat buffer that begins at element `first`.
 #pragma once
-#include <vector>
-
 #include "kernels/device.h"
 #include "kernels/reduce.cuh"
-#include "mcf/bf16.h"
 
 template <class T>
 void gather_cpu(T* out, const T* from, size_t first, const size_t* at, size_t n) {
@@ -28,14 +25,10 @@ void gather(T* out, const T* from, size_t first, const size_t* at, size_t n, Dev
     gather_cpu(out, from, first, at, n);
 }
 
-// The same in host memory, in double whatever is stored. Waits for the device.
+// The same in host memory: n elements as they are stored. Waits for the device.
 template <class T>
-std::vector<double> gather_to_host(const T* from, size_t first, const size_t* at, size_t n, Device& device) {
+void gather_to_host(void* out, const T* from, size_t first, const size_t* at, size_t n, Device& device) {
   T* gathered = device.scratch<T>(0, n);
   gather(gathered, from, first, at, n, device);
-  std::vector<T> host(n);
-  device.download(host.data(), gathered, n);
-  std::vector<double> wide(n);
-  for (size_t i = 0; i < n; i++) wide[i] = to_float(host[i]);
-  return wide;
+  device.download(static_cast<T*>(out), gathered, n);
 }

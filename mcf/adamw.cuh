@@ -13,6 +13,7 @@
 #include "kernels/device.h"
 #include "kernels/gather.cuh"
 #include "mcf/adamw_kernel.cuh"
+#include "mcf/convert.h"
 #include "mcf/quality.cuh"
 #include "mcf/strategies.h"
 
@@ -22,13 +23,9 @@ template <class floatX>
 class Optimizer {
  public:
   struct State {
-    const char* name;
+    const char *name, *dtype;
     size_t element_bytes;
     void* data;  // as many elements as the part, on the device
-  };
-  // Full values of elements, in double whatever the strategy stores.
-  struct Values {
-    std::vector<double> weight, m, v;
   };
   virtual ~Optimizer() = default;
 
@@ -48,15 +45,34 @@ class Optimizer {
     return blocks;
   }
 
-  // Reads n elements of its part; at (n), on the device: their places in the flat buffer. Waits for the device.
-  virtual Values values(const floatX* params, const size_t* at, size_t n, Device& device) const = 0;
-  // Sets the elements of its part from place `begin` on, weights in params included, to the nearest that can be stored.
-  virtual void set_values(floatX* params, size_t begin, const Values& values, Device& device) = 0;
+  // Full values of n elements of its part; at (n), on the device: their places in the flat buffer. Waits for the
+  // device.
+  virtual FullValues values(const floatX* params, const size_t* at, size_t n, Device& device) const = 0;
+
+  // n elements of its part from place `begin` on, as they are stored: theta, which is in params, then its states.
+  StateSlice read(const floatX* params, size_t begin, size_t n, Device& device) const {
+    StateSlice slice;
+    const auto add = [&](const char* name, const char* dtype, const void* from, size_t bytes) {
+      slice.push_back({name, dtype, std::vector<char>(bytes)});
+      device.download(slice.back().bytes.data(), static_cast<const char*>(from), bytes);
+    };
+    add("theta", dtype_name<floatX>, params + begin, n * sizeof(floatX));
+    for (const State& s : states_)
+      add(s.name, s.dtype, static_cast<const char*>(s.data) + (begin - first_) * s.element_bytes, n * s.element_bytes);
+    return slice;
+  }
+  void write(floatX* params, size_t begin, const StateSlice& slice, Device& device) {
+    device.upload(reinterpret_cast<char*>(params + begin), slice[0].bytes.data(), slice[0].bytes.size());
+    for (size_t i = 0; i < states_.size(); i++)
+      device.upload(static_cast<char*>(states_[i].data) + (begin - first_) * states_[i].element_bytes,
+                    slice[i + 1].bytes.data(), slice[i + 1].bytes.size());
+  }
 
   const std::vector<State>& states() const { return states_; }
 
  protected:
   std::vector<State> states_;
+  size_t first_ = 0;  // element of the flat buffer that the states begin with
   Buffer<QualitySums> block_sums_;
 };
 
@@ -117,7 +133,6 @@ class AdamW<S, std::tuple<T...>> final : public Optimizer<typename S::Theta> {
   using floatX = typename S::Theta;
 
  public:
-  using Values = typename Optimizer<floatX>::Values;
   // part: the blocks that this optimizer owns and has states for. params: the initial weights, the whole flat buffer,
   // which a master copy starts from.
   AdamW(const floatX* params, const BlockList& blocks, const Part& part, Device& device)
@@ -126,11 +141,12 @@ class AdamW<S, std::tuple<T...>> final : public Optimizer<typename S::Theta> {
         arrays_{Buffer<T>(device, Memory::states, part.n())...},
         step_(device, Memory::workspace, 1) {
     this->block_sums_ = Buffer<QualitySums>(device, Memory::workspace, blocks.host.size());
+    this->first_ = part.begin;
     part_.last_block = std::min(part.last_block, blocks.host.size());
     size_t index = 0;
     std::apply(
         [&](auto&... array) {
-          (this->states_.push_back({S::state_names[index++], sizeof(T), array.data()}), ...);
+          (this->states_.push_back({S::state_names[index++], dtype_name<T>, sizeof(T), array.data()}), ...);
         },
         arrays_);
     // A state beside the weight starts as what the weight leaves of itself; all others at 0.
@@ -169,47 +185,20 @@ class AdamW<S, std::tuple<T...>> final : public Optimizer<typename S::Theta> {
     }
   }
 
-  Values values(const floatX* params, const size_t* at, size_t n, Device& device) const override {
-    const std::vector<double> theta = gather_to_host(params, 0, at, n, device);
-    const auto state = [&]<size_t i>() {
-      return gather_to_host(std::get<i>(arrays_).data(), part_.begin, at, n, device);
-    };
-    Values values{theta, state.template operator()<weight_states>(), state.template operator()<S::second_moment>()};
-    const std::vector<double> first = state.template operator()<0>();
-    for (size_t i = 0; i < n; i++)
-      values.weight[i] = S::value(static_cast<float>(theta[i]), static_cast<float>(first[i]));
-    if constexpr (moments == 2) {
-      const std::vector<double> low = state.template operator()<S::second_moment + 1>();
-      for (size_t i = 0; i < n; i++) values.v[i] += low[i];
-    }
-    return values;
-  }
-
-  void set_values(floatX* params, size_t begin, const Values& values, Device& device) override {
-    const size_t n = values.weight.size(), at = begin - part_.begin;
-    std::vector<floatX> theta(n);
-    std::tuple states{std::vector<T>(n)...};
-    for (size_t i = 0; i < n; i++) {
-      float w, beside = 0;
-      S::set(values.weight[i], w, beside);
-      store(theta[i], w);
-      if constexpr (weight_states == 1) store_grid(std::get<0>(states)[i], beside);
-      store(std::get<weight_states>(states)[i], static_cast<float>(values.m[i]));
-      auto& v = std::get<S::second_moment>(states)[i];
-      store(v, static_cast<float>(values.v[i]));
-      if constexpr (moments == 2)
-        store(std::get<S::second_moment + 1>(states)[i], static_cast<float>(values.v[i] - to_float(v)));
-    }
-    device.upload(params + begin, theta.data(), n);
-    [&]<size_t... i>(std::index_sequence<i...>) {
-      (device.upload(std::get<i>(arrays_).data() + at, std::get<i>(states).data(), n), ...);
-    }
-    (std::index_sequence_for<T...>());
+  FullValues values(const floatX* params, const size_t* at, size_t n, Device& device) const override {
+    StateSlice slice = empty_slice<S>(n);
+    gather_to_host(slice[0].bytes.data(), params, 0, at, n, device);
+    size_t i = 1;
+    std::apply(
+        [&](auto&... array) {
+          (gather_to_host(slice[i++].bytes.data(), array.data(), part_.begin, at, n, device), ...);
+        },
+        arrays_);
+    return full_values<S>(slice);
   }
 
  private:
-  static constexpr size_t weight_states = S::second_moment - 1;       // before m
-  static constexpr size_t moments = sizeof...(T) - S::second_moment;  // v, or v and its low part
+  static constexpr size_t weight_states = S::second_moment - 1;  // before m
 
   template <bool with_quality>
   void update_cpu(floatX* params, const floatX* grads, const AdamWScalars& k) {

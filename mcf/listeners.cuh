@@ -1,9 +1,8 @@
 // Optimizers that listen to one gradient: the run's own and those of --lockstep. What an update of each lost, and the
 // change of one into another precision.
 #pragma once
-#include <cstring>
+#include <algorithm>
 #include <memory>
-#include <numeric>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -14,20 +13,6 @@
 #include "runtime/options.h"
 #include "runtime/record.h"
 
-// "collage_plus", or with a mode that is not --mcf's: "collage_plus:fused".
-struct PrecisionName {
-  std::string text, precision, mode;
-};
-// flag: that the text comes from. Throws UsageError.
-inline PrecisionName parse_precision(const char* flag, const std::string& text, const std::string& default_mode) {
-  const size_t colon = text.find(':');
-  const PrecisionName name{text, text.substr(0, colon), colon == text.npos ? default_mode : text.substr(colon + 1)};
-  const bool known_mode = name.mode == "strict" || name.mode == "fused" || name.mode == "as-released";
-  if (!known_mode || !with_strategy(name.precision, name.mode, [&]<class S>() {}))
-    USAGE_ERROR("--%s: found %s, expected a --precision, perhaps with a --mcf: collage_plus or collage_plus:fused",
-                flag, in_quotes(text).c_str());
-  return name;
-}
 inline std::vector<PrecisionName> lockstep_names(const Options& o) {
   std::vector<PrecisionName> names;
   std::istringstream list(o.lockstep);
@@ -43,6 +28,7 @@ inline std::vector<PrecisionName> lockstep_names(const Options& o) {
 template <class floatX>
 struct Listener {
   std::string prefix;  // of its keys in metrics.jsonl; "" for the run's own
+  PrecisionName precision;
   floatX* params;
   std::unique_ptr<Optimizer<floatX>> optimizer;
   Buffer<floatX> copy;
@@ -76,15 +62,16 @@ Switch parse_switch(const Options& o) {
   return {step, to};
 }
 
-// The run's own optimizer first, then those of --lockstep. params: the initial weights, a flat buffer of so many
+// The run's own optimizer, in precision `own`, first, then those of --lockstep. params: the initial weights, a flat buffer of so many
 // elements.
 template <class floatX>
-std::vector<Listener<floatX>> make_listeners(const Options& o, floatX* params, size_t elements, const BlockList& blocks,
-                                             const Part& part, Device& device) {
+std::vector<Listener<floatX>> make_listeners(const Options& o, const PrecisionName& own, floatX* params,
+                                             size_t elements, const BlockList& blocks, const Part& part,
+                                             Device& device) {
   std::vector<Listener<floatX>> listeners;
-  listeners.push_back({"", params, make_optimizer(o.precision, o.mcf, params, blocks, part, device), {}});
+  listeners.push_back({"", own, params, make_optimizer(own.precision, own.mode, params, blocks, part, device), {}});
   for (const PrecisionName& name : lockstep_names(o)) {
-    Listener<floatX> l{"lockstep." + name.text + ".", nullptr, nullptr, {}};
+    Listener<floatX> l{"lockstep." + name.text + ".", name, nullptr, nullptr, {}};
     require_type<floatX>("lockstep", name);
     l.optimizer = make_optimizer(name.precision, name.mode, params, blocks, part, device);
     l.copy = Buffer<floatX>(device, Memory::states, elements);
@@ -113,57 +100,32 @@ inline void add_drift(Record& r, const std::string& prefix, const std::vector<Dr
   r.add_if_computed(prefix + "drift_v", drift(d.v, d.v_size));
 }
 
-// Makes the listener's optimizer one of another precision that goes on from the same weights and moments. A state that
-// both have is copied as it is; the others hold the nearest that they can. Returns lines that say what was rounded.
+// Lines that say what was rounded, of all ranks.
+inline std::string changes_text(const Changes& changes, Comm& comm) {
+  std::string lines;
+  const double elements = comm.sum(changes.elements);
+  const auto add = [&](const char* name, const Changes::Change& c) {
+    const double rounded = comm.sum(c.rounded), error = comm.sum(c.error), size = comm.sum(c.size);
+    lines += rounded == 0 ? strf("\n           %s exact", name)
+                          : strf("\n           %s rounded in %.2g %% of all, error %.1e of the norm", name,
+                                 100 * rounded / elements, std::sqrt(error / size));
+  };
+  add("weights", changes.weight), add("m", changes.m), add("v", changes.v);
+  return lines;
+}
+
+// Makes the listener's optimizer one of another precision that goes on from the same weights and moments. Returns lines
+// that say what was rounded.
 template <class floatX>
 std::string switch_precision(Listener<floatX>& l, const PrecisionName& to, const BlockList& blocks, const Part& part,
                              Device& device, Comm& comm) {
   auto next = make_optimizer(to.precision, to.mode, l.params, blocks, part, device);
-  struct {
-    const char* name;
-    double rounded = 0, error = 0, size = 0;
-  } changes[] = {{"weights"}, {"m"}, {"v"}};
-  double elements = 0;
+  Changes changes;
   for (size_t begin = part.begin, n; begin < part.end; begin += n) {
     n = std::min(part.end - begin, size_t{1} << 20);
-    std::vector<size_t> places(n);
-    std::iota(places.begin(), places.end(), begin);
-    Buffer<size_t> at(device, Memory::workspace, n);
-    device.upload(at.data(), places.data(), n);
-    const auto before = l.optimizer->values(l.params, at, n, device);
-    std::vector<floatX> theta(n);
-    device.download(theta.data(), l.params + begin, n);
-    next->set_values(l.params, begin, before, device);
-    // Weights that are stored alike stay: kahan's and int8's theta is not always the nearest to the full value.
-    if (!strcmp(l.optimizer->states()[0].name, next->states()[0].name))
-      device.upload(l.params + begin, theta.data(), n);
-    for (const auto& from : l.optimizer->states())
-      for (const auto& into : next->states())
-        if (!strcmp(from.name, into.name) && from.element_bytes == into.element_bytes) {
-          const size_t first = (begin - part.begin) * from.element_bytes;
-          std::vector<char> bytes(n * from.element_bytes);
-          device.download(bytes.data(), static_cast<const char*>(from.data) + first, bytes.size());
-          device.upload(static_cast<char*>(into.data) + first, bytes.data(), bytes.size());
-        }
-    const auto after = next->values(l.params, at, n, device);
-    const auto compare = [&](auto& change, const std::vector<double>& was, const std::vector<double>& is) {
-      for (size_t i = 0; i < n; i++) {
-        change.rounded += is[i] != was[i];
-        change.error += (is[i] - was[i]) * (is[i] - was[i]), change.size += was[i] * was[i];
-      }
-    };
-    compare(changes[0], before.weight, after.weight);
-    compare(changes[1], before.m, after.m), compare(changes[2], before.v, after.v);
-    elements += static_cast<double>(n);
+    next->write(l.params, begin, convert(l.optimizer->read(l.params, begin, n, device), l.precision, to, changes),
+                device);
   }
-  l.optimizer = std::move(next);
-  std::string lines = "now in " + to.text;
-  elements = comm.sum(elements);
-  for (const auto& c : changes) {
-    const double rounded = comm.sum(c.rounded), error = comm.sum(c.error), size = comm.sum(c.size);
-    lines += rounded == 0 ? strf("\n           %s exact", c.name)
-                          : strf("\n           %s rounded in %.2g %% of all, error %.1e of the norm", c.name,
-                                 100 * rounded / elements, std::sqrt(error / size));
-  }
-  return lines;
+  l.optimizer = std::move(next), l.precision = to;
+  return "now in " + to.text + changes_text(changes, comm);
 }

@@ -4,7 +4,10 @@
 // which of them went wrong, where effective descent quality judges the last rounding only: an update made well from a
 // wrong v looks perfect there.
 #pragma once
+#include <algorithm>
 #include <cmath>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "mcf/adamw.cuh"
@@ -22,6 +25,9 @@ struct DriftSums {
 // there is nothing to compare with.
 inline double drift(double square, double of) { return of > 0 ? std::sqrt(square / of) : std::nan(""); }
 
+// What a shadow holds, by name, in the order of its places.
+using ShadowArrays = std::vector<std::pair<std::string, std::vector<double>>>;
+
 template <class floatX>
 class Shadow {
  public:
@@ -33,10 +39,12 @@ class Shadow {
     const size_t last = std::min(part.last_block, blocks.host.size());
     const uint64_t run = static_cast<uint64_t>(one_in);
     // In each run of so many elements of a block, the one at a random place.
-    for (size_t b = part.first_block; b < last; b++)
+    for (size_t b = 0; b < blocks.host.size(); b++)
       for (uint64_t i = 0; i < blocks.host[b].n; i += run) {
         const uint64_t place = blocks.host[b].begin + i, at = random_bits(~uint64_t{2}, place) % run;
-        if (i + at < blocks.host[b].n)
+        if (i + at >= blocks.host[b].n) continue;
+        before_ += b < part.first_block, all_++;
+        if (b >= part.first_block && b < last)
           places_.push_back(place + at), block_.push_back(b), decay_.push_back(blocks.host[b].decay);
       }
     const size_t n = places_.size();
@@ -47,6 +55,20 @@ class Shadow {
   }
 
   size_t size() const { return places_.size(); }
+  size_t all() const { return all_; }  // of all parts
+
+  ShadowArrays arrays() const { return {{"start", start_}, {"weight", weight_}, {"m", m_}, {"v", v_}}; }
+  // all: arrays() of all parts, one after the other. false where they are not of this sample.
+  bool restore(const ShadowArrays& all) {
+    size_t i = 0;
+    for (auto* mine : {&start_, &weight_, &m_, &v_}) {
+      const std::vector<double>& values = all[i++].second;
+      if (values.size() != all_) return false;
+      mine->assign(values.begin() + static_cast<int64_t>(before_),
+                   values.begin() + static_cast<int64_t>(before_ + size()));
+    }
+    return true;
+  }
 
   // One step with the gradients of the whole buffer, each times clip. t: updates done, this one included.
   void update(const floatX* grads, double lr, double beta1, double beta2, double eps, double weight_decay, double clip,
@@ -79,9 +101,14 @@ class Shadow {
 
  private:
   std::vector<double> fetch(const floatX* from, Device& device) const {
-    return gather_to_host(from, 0, at_.data(), size(), device);
+    std::vector<floatX> stored(size());
+    gather_to_host(stored.data(), from, 0, at_.data(), size(), device);
+    std::vector<double> wide(size());
+    std::transform(stored.begin(), stored.end(), wide.begin(), [](floatX x) { return to_float(x); });
+    return wide;
   }
 
+  size_t before_ = 0, all_ = 0;  // in the parts before this one, in all
   std::vector<size_t> places_, block_;
   std::vector<char> decay_;
   std::vector<double> start_, weight_, m_, v_;

@@ -11,6 +11,7 @@
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
 #include <nlohmann/json.hpp>
 
 #include "runtime/error.h"
@@ -68,6 +69,17 @@ std::string move_aside(const fs::path& file) {
   }
 }
 
+// Bytes of the lines up to that of a step: the run's, then one a step in their order. Half a line is none.
+int64_t size_up_to(const fs::path& file, int64_t last_step) {
+  std::ifstream lines(file, std::ios::binary);
+  int64_t size = 0;
+  for (std::string line; std::getline(lines, line) && !lines.eof(); size += static_cast<int64_t>(line.size()) + 1) {
+    long long step = 0;
+    if (size > 0 && (sscanf(line.c_str(), "{\"step\":%lld", &step) != 1 || step > last_step)) break;
+  }
+  return size;
+}
+
 }  // namespace
 
 std::string to_json(const Record& record) {
@@ -75,14 +87,17 @@ std::string to_json(const Record& record) {
   return json_of(record).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
 }
 
-Metrics::Metrics(const std::string& folder) {
+Metrics::Metrics(const std::string& folder, int64_t after_step) {
   if (folder.empty()) return;
   signal(SIGXFSZ, SIG_IGN);
   make_folder(folder);
   path_ = (fs::path(folder) / "metrics.jsonl").string();
-  moved_to_ = move_aside(path_);
-  fd_ = open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_APPEND | O_CLOEXEC, 0644);
-  if (fd_ < 0) {
+  if (after_step == 0)
+    moved_to_ = move_aside(path_);
+  else
+    size_ = size_up_to(path_, after_step);
+  fd_ = open(path_.c_str(), O_WRONLY | O_CREAT | (after_step ? 0 : O_EXCL) | O_APPEND | O_CLOEXEC, 0644);
+  if (fd_ < 0 || ftruncate(fd_, size_)) {
     RUN_ERROR("--out: cannot write %s: %s; choose a folder where you may write", in_quotes(path_).c_str(),
               strerror(errno));
   }

@@ -10,8 +10,9 @@ class Metrics {
  public:
   // Creates the folder (parents too) and an empty metrics.jsonl in it. A metrics.jsonl of an earlier run is renamed to
   // metrics.1.jsonl, metrics.2.jsonl, ...: the first name that is free. "" = write nothing. Throws RunError.
+  // after_step > 0: goes on with the file that is there, cut after the line of that step.
   // Ignores SIGXFSZ from then on, so that a file-size limit is a failed write and not the end of the run.
-  explicit Metrics(const std::string& folder);
+  explicit Metrics(const std::string& folder, int64_t after_step = 0);
   ~Metrics();
   Metrics(const Metrics&) = delete;
   Metrics& operator=(const Metrics&) = delete;
@@ -22,6 +23,7 @@ class Metrics {
 
   // Where an earlier run's file went, "" if there was none.
   const std::string& moved_to() const { return moved_to_; }
+  bool empty() const { return size_ == 0; }  // no line yet, not even that of the run
   const std::string& path() const { return path_; }
 
  private:

@@ -121,6 +121,10 @@ const std::vector<Flag>& flag_table() {
       {"Training", "grad-clip", &O::grad_clip, "largest norm of the gradient; 0 = off", 0, 1e30},
       {"Training", "seed", &O::seed, "of initial weights and data order", 0, max_seed},
       {"Training", "zero", &O::zero, "1: the ranks share out the optimizer states; 0: each has all", 0, 1},
+      {"Training", "max-bad-steps", &O::max_bad_steps,
+       "stop after so many steps in a row without a finite loss and gradient; 0 = never", 0, max_count},
+      {"Training", "skip-spikes", &O::skip_spikes,
+       "skip a step whose loss or gradient norm lies so many standard deviations above the last 128; 0 = off", 0, 1e9},
 
       {"Validation and samples", "val-every", &O::val_every, "validate every n steps and at the end; 0 = never", 0,
        max_count},
@@ -139,7 +143,13 @@ const std::vector<Flag>& flag_table() {
       {plan_group, "plan-ranks", &O::plan_ranks, "ranks to plan for", 1, 65536, "those that run"},
       {plan_group, "plan-network", &O::plan_network, "GB/s that a rank sends, and receives", 1e-3, 1e6, "50"},
 
-      {"Output", "out", &O::out, "run folder, for metrics.jsonl", 0, 0, "nothing is written"},
+      {"Output", "out", &O::out, "run folder, for metrics.jsonl, report.html and checkpoints", 0, 0,
+       "nothing is written"},
+      {"Output", "checkpoint-every", &O::checkpoint_every, "save the run every n steps and at the end; 0 = never", 0,
+       max_count},
+      {"Output", "keep-checkpoints", &O::keep_checkpoints, "of the newest; older ones are deleted; 0 = all", 0,
+       max_count},
+      {"Output", "resume", &O::resume, "go on from the newest checkpoint in --out, with its flags where none is given"},
       {"Output", "edq-every", &O::edq_every, "measure the quality of the update every n steps; 0 = never", 0, max_count,
        "10 on a GPU, 1 on the CPU"},
       {"Output", "shadow", &O::shadow,
@@ -289,24 +299,40 @@ void set_value(Options& options, const Flag& flag, const std::string& text) {
       flag.member);
 }
 
-// The default as --help shows it.
-std::string default_text(const Flag& flag) {
-  if (*flag.unset) return flag.unset;
-  static const Options defaults;
+// A flag's value, written as one would give it; "" where it has none.
+std::string value_text(const Options& options, const Flag& flag) {
   return std::visit(
       [&](auto member) -> std::string {
-        const auto& value = defaults.*member;
+        const auto& value = options.*member;
         using Value = std::decay_t<decltype(value)>;
         if constexpr (std::is_same_v<Value, std::string>)
           return value;
         else if constexpr (std::is_same_v<Value, double>)
           return number(value);
         else if constexpr (std::is_same_v<Value, bool>)
-          return "";
-        else
-          return std::to_string(value);
+          return value ? "true" : "false";
+        else  // a field that is still "not given" lies outside its flag's range
+          return static_cast<double>(value) >= flag.min ? std::to_string(value) : "";
       },
       flag.member);
+}
+
+// The default as --help shows it.
+std::string default_text(const Flag& flag) {
+  if (*flag.unset) return flag.unset;
+  static const Options defaults;
+  return is_switch(flag) ? "" : value_text(defaults, flag);
+}
+
+// What --resume makes of a flag that differs from the checkpoint's. It may, unless the flag is in one of these.
+constexpr const char* of_the_process[] = {"out", "resume", "device", "threads", "help", "version", "eval-only"};
+constexpr const char* of_the_run[] = {
+    "model",         "layers",  "heads",      "channels", "seq-len", "vocab-size", "total-batch-tokens",
+    "overfit-batch", "seed",    "grad-accum", "beta1",    "beta2",   "eps",        "switch",
+    "shadow",        "lockstep"};
+template <size_t n>
+bool is_one_of(const char* name, const char* const (&names)[n]) {
+  return std::any_of(names, names + n, [&](const char* other) { return std::string(name) == other; });
 }
 
 // Splits the words of a checked command line into flags and values, in their order.
@@ -340,11 +366,19 @@ Options parse_options(int argc, char** argv) {
     }
   }
   check_words(argc, argv);
-  for (const auto& [flag, text] : split(argc, argv)) set_value(options, *flag, text);
+  for (const auto& [flag, text] : split(argc, argv)) {
+    set_value(options, *flag, text);
+    options.given.push_back(flag->name);
+  }
 
   if (options.eval_only && options.val_data.empty() && !options.train_data.empty()) {
     USAGE_ERROR("--eval-only: found --train-data without --val-data, expected shards to validate on; add --val-data");
   }
+  if (options.out.empty() && (options.resume || options.checkpoint_every))
+    USAGE_ERROR("--%s: found without --out, expected the run folder that has the checkpoints; add --out",
+                options.resume ? "resume" : "checkpoint-every");
+  if (options.resume && options.eval_only)
+    USAGE_ERROR("--eval-only: found with --resume; to evaluate a checkpoint give its folder to --model");
   if (!options.plan) {
     const char* given = !options.gpu.empty()   ? "gpu"
                         : options.plan_ranks   ? "plan-ranks"
@@ -433,6 +467,57 @@ Record flag_values(const Options& options) {
         flag.member);
   }
   return record;
+}
+
+bool Options::is_given(const std::string& flag) const {
+  return std::find(given.begin(), given.end(), flag) != given.end();
+}
+
+FlagTexts flag_texts(const Options& options) {
+  FlagTexts texts;
+  for (const Flag& flag : flag_table()) {
+    if (flag.group == plan_group || is_one_of(flag.name, of_the_process)) continue;
+    if (const std::string text = value_text(options, flag); !text.empty()) texts.push_back({flag.name, text});
+  }
+  return texts;
+}
+
+std::vector<std::string> take_flags(Options& options, const FlagTexts& saved, const std::string& who) {
+  const Options asked = options;
+  const auto set_saved = [&](Options& into, const Flag& flag, const std::string& text) {
+    try {
+      set_value(into, flag, text);
+    } catch (const UsageError& error) {
+      RUN_ERROR("%s: %s", who.c_str(), error.what());
+    }
+  };
+  Options before;
+  for (const auto& [name, text] : saved) {
+    const Flag* flag = find_flag(name);
+    if (!flag || flag->group == plan_group || is_one_of(name.c_str(), of_the_process))
+      RUN_ERROR("%s: found the flag %s, which this version has not", who.c_str(), in_quotes(name).c_str());
+    set_saved(before, *flag, text);
+    if (!options.is_given(name)) set_saved(options, *flag, text);
+  }
+  std::vector<std::string> changes;
+  for (const std::string& name : asked.given) {
+    const Flag* flag = find_flag(name);
+    if (is_one_of(flag->name, of_the_process)) continue;
+    const std::string was = value_text(before, *flag), is = value_text(asked, *flag);
+    if (was == is) continue;
+    const std::string both = strf("--%s: found %s, the checkpoint was made with %s", flag->name, in_quotes(is).c_str(),
+                                  was.empty() ? "none" : in_quotes(was).c_str());
+    if (is_one_of(flag->name, of_the_run))
+      USAGE_ERROR(
+          "%s; expected that, or the flag left out: the rest would be of another run; start one in another --out",
+          both.c_str());
+    // A micro-batch of another size makes the same batch only if that is meant to stay.
+    if (flag->member == Member(&Options::batch_size) && !options.is_given("total-batch-tokens"))
+      USAGE_ERROR("%s; to change the micro-batch and not the batch, add --total-batch-tokens=%lld", both.c_str(),
+                  static_cast<long long>(before.total_batch_tokens));
+    changes.push_back(strf("--%s %s -> %s", flag->name, was.empty() ? "none" : was.c_str(), is.c_str()));
+  }
+  return changes;
 }
 
 std::string in_quotes(const std::string& text) {

@@ -2,6 +2,8 @@
 #pragma once
 #include <cstdint>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "runtime/record.h"
 
@@ -45,6 +47,8 @@ struct Options {
   double grad_clip = 1.0;  // 0 = off
   uint64_t seed = 1337;
   int zero = 0;  // 1: each rank holds the optimizer states of its shard only
+  int64_t max_bad_steps = 5;  // in a row without a finite loss and gradient; 0 = never stop
+  double skip_spikes = 0;     // z-score of loss or gradient norm; 0 = off
 
   // Validation and samples.
   int64_t val_every = 100;     // 0 = never
@@ -55,7 +59,10 @@ struct Options {
   bool eval_only = false;
 
   // Output.
-  std::string out;         // run folder; "" = nothing is written
+  std::string out;                // run folder; "" = nothing is written
+  int64_t checkpoint_every = 0;   // 0 = never
+  int64_t keep_checkpoints = 2;   // 0 = all
+  bool resume = false;            // from the newest checkpoint in out
   int64_t edq_every = -1;  // 0 = never; -1 = not given: 10 on a GPU, 1 on the CPU
   int64_t shadow = -1;     // one weight in so many; 0 = none; -1 = not given: 1024 with lockstep, else none
   std::string lockstep;    // precisions, separated by commas; "" = none
@@ -68,6 +75,9 @@ struct Options {
 
   bool help = false;     // print help_text() and stop
   bool version = false;  // print version() and stop
+
+  std::vector<std::string> given;  // names of the flags on the command line
+  bool is_given(const std::string& flag) const;
 };
 
 // Reads argv. Throws UsageError: one line with the flag, what was found, what was expected, and a hint.
@@ -81,6 +91,14 @@ std::string command_line(int argc, char** argv);
 
 // Every flag that has a value, in the order of the help, for the first line of metrics.jsonl.
 Record flag_values(const Options& options);
+
+// Names and values, as text, of the flags that describe the training: what a checkpoint keeps of them.
+using FlagTexts = std::vector<std::pair<std::string, std::string>>;
+FlagTexts flag_texts(const Options& options);
+// --resume: flags that were not given become the checkpoint's. Returns those that change the rest of the run,
+// "--steps 200 -> 400" each. Throws UsageError for one that would make another run of it, with both values, and
+// RunError where the checkpoint's own flags are none. who: the checkpoint, for messages.
+std::vector<std::string> take_flags(Options& options, const FlagTexts& saved, const std::string& who);
 
 // Text from outside for an error message: in quotes, without control characters, at most 80 characters of it.
 std::string in_quotes(const std::string& text);

@@ -82,7 +82,7 @@ TYPED_TEST(Listening, ValuesComeBack) {
   const auto before = adamw.values(theta.data(), at.data(), at.size(), device);
   auto copy = theta;
   AdamW<S> other(copy.data(), blocks, flat.n, device);
-  other.set_values(copy.data(), 0, before, device);
+  other.write(copy.data(), 0, stored_values<S>(before), device);
   const auto after = other.values(copy.data(), at.data(), at.size(), device);
   EXPECT_EQ(before.weight, after.weight);
   EXPECT_EQ(before.m, after.m);

@@ -104,7 +104,11 @@ class Run:
         return [step["val_loss"] for step in self.steps if "val_loss" in step]
 
     def without_times(self):
-        return [{k: v for k, v in step.items() if not re.search(r"_ms$|_s$|^mfu$", k)} for step in self.steps]
+        return without_times(self.steps)
+
+
+def without_times(steps):
+    return [{k: v for k, v in step.items() if not re.search(r"_ms$|_s$|^mfu$", k)} for step in steps]
 
 
 @functools.lru_cache(maxsize=None)

@@ -1,0 +1,198 @@
+// The state of a run as the tensors of a checkpoint (docs/reliability.md): a copy of it in host memory, and the way
+// back, also into another precision and other parts.
+#pragma once
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "mcf/listeners.cuh"
+#include "mcf/shadow.cuh"
+#include "runtime/checkpoint.h"
+#include "runtime/model_file.h"
+#include "runtime/parameter.h"
+
+// "wte.weight.m", "wte.weight.v.lo"; "wte.weight.lo" is theta's, "lockstep.bf16.wte.weight.theta" theta itself.
+inline std::string saved_name(const std::string& prefix, const Parameter& p, const std::string& state) {
+  return prefix + p.name + "." + (state.starts_with("theta.") ? state.substr(6) : state);
+}
+
+// Calls f(parameter, first, n, begin) for the elements of each parameter that lie in the part, without padding: the
+// parameter's own from `first` on, in the flat buffer from `begin` on.
+template <class F>
+void for_each_piece(const std::vector<Parameter>& parameters, const Part& part, F&& f) {
+  for (const Parameter& p : parameters) {
+    const size_t begin = std::max(p.begin, part.begin), end = std::min(p.begin + p.used(), part.end);
+    if (begin < end) f(p, begin - p.begin, end - begin, begin);
+  }
+}
+
+// A copy of what a checkpoint holds of this rank.
+class SavedRun {
+ public:
+  // Asks for the memory now, so that the first copy takes no longer than the others.
+  template <class floatX>
+  void reserve(const std::vector<Listener<floatX>>& listeners, size_t elements, const Part& part) {
+    size_t bytes = elements * sizeof(floatX);
+    for (const auto& l : listeners) {
+      if (!l.prefix.empty()) bytes += part.n() * sizeof(floatX);
+      for (const auto& state : l.optimizer->states()) bytes += part.n() * state.element_bytes;
+    }
+    memory_.resize(bytes);
+  }
+  size_t bytes() const { return memory_.size(); }
+
+  // params: all weights, which rank 0 saves. part: of the optimizers' states, none where another rank has the same.
+  template <class floatX>
+  void copy(const floatX* params, size_t elements, const std::vector<Listener<floatX>>& listeners,
+            const Shadow<floatX>& shadow, const std::vector<Parameter>& parameters, const Part& part, bool is_first,
+            Device& device) {
+    reserve(listeners, elements, part);
+    model.clear(), optimizer.clear();
+    char* to = memory_.data();
+    const auto copied = [&](const void* from, size_t bytes) {
+      device.download(to, static_cast<const char*>(from), bytes);
+      return std::exchange(to, to + bytes);
+    };
+    if (is_first) {
+      const char* theta = copied(params, elements * sizeof(floatX));
+      for (const Parameter& p : parameters) {
+        std::vector<int64_t> shape = {p.used_rows};
+        if (p.decay) shape.push_back(p.columns);
+        if (p.transposed) std::swap(shape[0], shape[1]);
+        model.push_back({p.name, dtype_name<floatX>, shape, theta + p.begin * sizeof(floatX), p.transposed});
+      }
+    }
+    const auto add = [&](const std::string& prefix, const char* state, const char* dtype, const void* from,
+                         size_t element) {
+      const char* data = copied(from, part.n() * element);
+      for_each_piece(parameters, part, [&](const Parameter& p, size_t, size_t n, size_t begin) {
+        std::vector<int64_t> shape = {static_cast<int64_t>(n)};
+        if (n == p.used() && p.decay) shape = {p.used_rows, p.columns};
+        optimizer.push_back({saved_name(prefix, p, state), dtype, shape, data + (begin - part.begin) * element});
+      });
+    };
+    for (const auto& l : listeners) {
+      if (!l.prefix.empty()) add(l.prefix, "theta", dtype_name<floatX>, l.params + part.begin, sizeof(floatX));
+      for (const auto& s : l.optimizer->states()) add(l.prefix, s.name, s.dtype, s.data, s.element_bytes);
+    }
+    shadow_ = shadow.arrays();
+    for (const auto& [name, values] : shadow_)
+      if (part.n() && !values.empty())
+        optimizer.push_back({"shadow." + name,
+                             "F64",
+                             {static_cast<int64_t>(values.size())},
+                             reinterpret_cast<const char*>(values.data())});
+  }
+
+  std::vector<SavedTensor> model, optimizer;  // the last copy's
+
+ private:
+  std::vector<char> memory_;
+  ShadowArrays shadow_;
+};
+
+// The optimizer files of a checkpoint, read as if each tensor were whole.
+class SavedStates {
+ public:
+  explicit SavedStates(const Checkpoint& checkpoint) : folder_(checkpoint.folder) {
+    for (const auto& name : checkpoint.optimizer_files())
+      files_.push_back(std::make_unique<Safetensors>(folder_ + "/" + name, "--resume: " + folder_ + "/" + name));
+  }
+
+  // The elements of a tensor, over all ranks that wrote a part of it.
+  size_t elements(const std::string& name) const {
+    size_t n = 0;
+    for (const auto& file : files_)
+      if (const TensorInfo* t = file->find(name)) n += static_cast<size_t>(t->elements());
+    return n;
+  }
+  // Copies elements [first, first + n) of a tensor that must have so many in all. Throws RunError where it has not.
+  void read(const std::string& name, const std::string& dtype, size_t all, size_t first, size_t n, void* out) const {
+    const size_t element = static_cast<size_t>(dtype_bytes(dtype));
+    size_t begin = 0;  // of a file's part
+    for (const auto& file : files_) {
+      const TensorInfo* t = file->find(name);
+      if (!t) continue;
+      if (t->dtype != dtype)
+        RUN_ERROR("%s: %s is %s, expected %s", file->who().c_str(), name.c_str(), t->dtype.c_str(), dtype.c_str());
+      const size_t end = begin + static_cast<size_t>(t->elements());
+      const size_t from = std::max(begin, first), to = std::min(end, first + n);
+      if (from < to)
+        memcpy(static_cast<char*>(out) + (from - first) * element, file->data(*t) + (from - begin) * element,
+               (to - from) * element);
+      begin = end;
+    }
+    if (begin != all)
+      RUN_ERROR("--resume: %s: %s has %zu elements in all optimizer files, expected %zu", folder_.c_str(), name.c_str(),
+                begin, all);
+  }
+
+ private:
+  std::string folder_;
+  std::vector<std::unique_ptr<Safetensors>> files_;
+};
+
+// The weights of a model file, rounded to floatX, into a flat buffer whose padding is 0 and stays so.
+template <class floatX>
+void load_weights(floatX* params, const ModelFile& file, const std::vector<Parameter>& parameters, Device& device) {
+  std::vector<float> wide;
+  std::vector<floatX> narrow;
+  for (const Parameter& p : parameters)
+    for (size_t first = 0, n; first < p.used(); first += n) {
+      n = std::min(p.used() - first, size_t{1} << 20);
+      wide.resize(n), narrow.resize(n);
+      file.read(p.name, first, n, wide.data());
+      for (size_t i = 0; i < n; i++) store(narrow[i], wide[i]);
+      device.upload(params + p.begin + first, narrow.data(), n);
+    }
+}
+
+// Puts a checkpoint back. Its states are of `stored`; the run's own optimizer, listeners[0], may have another
+// precision: then returns lines that say what was rounded. Weights that belong to other parts are as the file has them.
+template <class floatX>
+std::string restore_run(const Checkpoint& checkpoint, const PrecisionName& stored, floatX* params,
+                        std::vector<Listener<floatX>>& listeners, Shadow<floatX>& shadow,
+                        const std::vector<Parameter>& parameters, const Part& part, Device& device, Comm& comm) {
+  const ModelFile weights(checkpoint.folder, "--resume");
+  const SavedStates states(checkpoint);
+  load_weights(params, weights, parameters, device);
+  Changes changes;
+  for (auto& l : listeners) {
+    const bool own = l.prefix.empty();
+    const PrecisionName& from = own ? stored : l.precision;
+    for_each_piece(parameters, part, [&](const Parameter& p, size_t piece_first, size_t piece_n, size_t piece_begin) {
+      for (size_t done = 0, n; done < piece_n; done += n) {
+        n = std::min(piece_n - done, size_t{1} << 20);
+        const size_t first = piece_first + done;
+        StateSlice slice;
+        with_strategy(from.precision, from.mode, [&]<class S>() {
+          slice = empty_slice<S>(n);
+          if (own) {
+            std::vector<float> theta(n);
+            weights.read(p.name, first, n, theta.data());
+            auto* to = reinterpret_cast<typename S::Theta*>(slice[0].bytes.data());
+            for (size_t i = 0; i < n; i++) store(to[i], theta[i]);
+          }
+        });
+        for (auto& array : slice)
+          if (!own || array.name != "theta")
+            states.read(saved_name(l.prefix, p, array.name), array.dtype, p.used(), first, n, array.bytes.data());
+        if (from.precision != l.precision.precision) slice = convert(slice, from, l.precision, changes);
+        l.optimizer->write(l.params, piece_begin + done, slice, device);
+      }
+    });
+  }
+  if (shadow.size()) {
+    ShadowArrays arrays = shadow.arrays();
+    for (auto& [name, values] : arrays) {
+      values.resize(states.elements("shadow." + name));
+      states.read("shadow." + name, "F64", values.size(), 0, values.size(), values.data());
+    }
+    if (!shadow.restore(arrays))
+      RUN_ERROR("--resume: %s: the shadow has %zu weights, expected %zu", checkpoint.folder.c_str(),
+                arrays[0].second.size(), shadow.all());
+  }
+  return stored.precision == listeners[0].precision.precision ? "" : changes_text(changes, comm);
+}

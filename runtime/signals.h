@@ -1,0 +1,12 @@
+// What the machine asks of a run: to stop, or to save.
+#pragma once
+
+// From now on SIGTERM and SIGINT are only noted, and a second one ends the process at once, with status 128 + signal;
+// SIGUSR1 is noted too.
+void watch_signals();
+
+struct Signals {
+  int stop = 0;       // SIGTERM or SIGINT, if one came
+  bool save = false;  // SIGUSR1 came since this was last asked
+};
+Signals noted_signals();
