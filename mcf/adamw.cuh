@@ -61,11 +61,14 @@ class Optimizer {
       add(s.name, s.dtype, static_cast<const char*>(s.data) + (begin - first_) * s.element_bytes, n * s.element_bytes);
     return slice;
   }
+  // An empty array leaves what is there.
   void write(floatX* params, size_t begin, const StateSlice& slice, Device& device) {
-    device.upload(reinterpret_cast<char*>(params + begin), slice[0].bytes.data(), slice[0].bytes.size());
+    const auto set = [&](void* to, const StateArray& array) {
+      device.upload(static_cast<char*>(to), array.bytes.data(), array.bytes.size());
+    };
+    set(params + begin, slice[0]);
     for (size_t i = 0; i < states_.size(); i++)
-      device.upload(static_cast<char*>(states_[i].data) + (begin - first_) * states_[i].element_bytes,
-                    slice[i + 1].bytes.data(), slice[i + 1].bytes.size());
+      set(static_cast<char*>(states_[i].data) + (begin - first_) * states_[i].element_bytes, slice[i + 1]);
   }
 
   const std::vector<State>& states() const { return states_; }

@@ -160,7 +160,7 @@ std::string restore_run(const Checkpoint& checkpoint, const PrecisionName& store
   load_weights(params, weights, parameters, device);
   Changes changes;
   for (auto& l : listeners) {
-    const bool own = l.prefix.empty();
+    const bool own = l.prefix.empty(), converts = own && stored.precision != l.precision.precision;
     const PrecisionName& from = own ? stored : l.precision;
     for_each_piece(parameters, part, [&](const Parameter& p, size_t piece_first, size_t piece_n, size_t piece_begin) {
       for (size_t done = 0, n; done < piece_n; done += n) {
@@ -169,17 +169,17 @@ std::string restore_run(const Checkpoint& checkpoint, const PrecisionName& store
         StateSlice slice;
         with_strategy(from.precision, from.mode, [&]<class S>() {
           slice = empty_slice<S>(n);
-          if (own) {
-            std::vector<float> theta(n);
-            weights.read(p.name, first, n, theta.data());
-            auto* to = reinterpret_cast<typename S::Theta*>(slice[0].bytes.data());
-            for (size_t i = 0; i < n; i++) store(to[i], theta[i]);
-          }
+          if (!own) return;
+          if (!converts) return slice[0].bytes.clear();  // the weights are there
+          std::vector<float> theta(n);
+          weights.read(p.name, first, n, theta.data());
+          auto* to = reinterpret_cast<typename S::Theta*>(slice[0].bytes.data());
+          for (size_t i = 0; i < n; i++) store(to[i], theta[i]);
         });
         for (auto& array : slice)
           if (!own || array.name != "theta")
             states.read(saved_name(l.prefix, p, array.name), array.dtype, p.used(), first, n, array.bytes.data());
-        if (from.precision != l.precision.precision) slice = convert(slice, from, l.precision, changes);
+        if (converts) slice = convert(slice, from, l.precision, changes);
         l.optimizer->write(l.params, piece_begin + done, slice, device);
       }
     });

@@ -103,17 +103,24 @@ TYPED_TEST(Classifier, WithoutGradientLogitsStay) {
   EXPECT_TRUE(losses.bytes() == trained.bytes());
 }
 
-// One NaN logit makes its own row's loss NaN, so that a broken run shows, and no other row's.
-TYPED_TEST(Classifier, NaNStaysInItsRow) {
+// A loss that is not finite, by a NaN or by a target whose logit is -inf, makes its own row's gradient NaN, so that the
+// gradient's norm shows it, and no other row's.
+TYPED_TEST(Classifier, WhatIsNotFiniteStaysInItsRow) {
   using T = TypeParam;
   Device device;
   constexpr int V = 97, Vp = padded(V);
   const auto targets = targets_of(V);
   auto logits = logits_of<T>(V, 0);
   store(logits[2 * Vp + 5], NAN);
+  store(logits[3 * Vp + targets[3]], -INFINITY);
   Guarded<float> losses(rows);
   fused_classifier<T>(losses, logits, targets.data(), dloss, rows, V, Vp, true, device);
-  for (int r = 0; r < rows; r++) EXPECT_EQ(std::isnan(losses[r]), r == 2) << r;
+  for (int r = 0; r < rows; r++) {
+    const bool bad = r == 2 || r == 3;
+    EXPECT_EQ(std::isfinite(losses[r]), !bad) << r;
+    for (int v = 0; v < V; v++) EXPECT_EQ(std::isnan(to_float(logits[r * Vp + v])), bad) << r << " " << v;
+    for (int v = V; v < Vp; v++) EXPECT_EQ(to_float(logits[r * Vp + v]), 0.0f) << r << " " << v;
+  }
 }
 
 }  // namespace

@@ -421,5 +421,61 @@ class Failures(ProgramTest):
         self.assertEqual(done.returncode, 0, done.stderr)
 
 
+class Resumed(ProgramTest):
+    """Checkpoints of several ranks, resumed by as many and by others."""
+
+    def saved(self, *more, ranks=2):
+        out = tempfile.mkdtemp(dir=program.WORK, prefix="saved_")
+        run = Torchrun(range(ranks), flags(f"--total-batch-tokens={BATCH}", "--out=" + out, "--checkpoint-every=2",
+                                           "--keep-checkpoints=0", "--edq-every=1", "--shadow=8", *more))
+        self.assertEqual(run.wait(), [0] * ranks, run.stderr)
+        return out
+
+    def resumed(self, whole, *more, ranks=2):
+        """The same from step 2 on."""
+        out = tempfile.mkdtemp(dir=program.WORK, prefix="resumed_")
+        shutil.copytree(whole, out, dirs_exist_ok=True)
+        for step in [4, 5]:
+            shutil.rmtree(out + f"/checkpoints/step_0000000{step}")
+        run = Torchrun(range(ranks), ["--resume", "--out=" + out, "--device=cpu", "--threads=1", *more])
+        self.assertEqual(run.wait(), [0] * ranks, run.stderr)
+        return out
+
+    def files(self, out):
+        folder, found = out + "/checkpoints/step_00000005/", {}
+        for name in sorted(os.listdir(folder)):
+            with open(folder + name, "rb") as f:
+                found[name] = f.read()
+        return found
+
+    def test_as_many_ranks(self):
+        for zero in ["--zero=0", "--zero=1"]:
+            whole = self.saved(zero, "--lockstep=bf16")
+            self.assertEqual(len([n for n in self.files(whole) if n.startswith("optimizer.")]), 1 + (zero == "--zero=1"))
+            again = self.resumed(whole)
+            self.assertEqual(without_times(again), without_times(whole))
+            self.assertEqual(self.files(again), self.files(whole))
+
+    def test_shared_out_and_brought_together(self):
+        """Both ZeRO levels do the same sums, so what one saved the other goes on with, bit for bit."""
+        split, one = self.saved("--zero=1"), self.saved("--zero=0")
+        for whole, flag, other in [(split, "--zero=0", one), (one, "--zero=1", split)]:
+            again = self.resumed(whole, flag)
+            self.assertEqual(without_times(again), without_times(other))
+            got, expected = self.files(again), self.files(other)
+            del got["state.json"], expected["state.json"]  # a flag is another
+            self.assertEqual(got, expected)
+
+    def test_other_numbers_of_ranks(self):
+        """The weights are the same, so the first loss is; after it gradients are added up in another order."""
+        whole = self.saved("--zero=1")
+        expected = [step["loss"] for step in without_times(whole)]
+        for ranks in [1, 4]:
+            losses = [step["loss"] for step in without_times(self.resumed(whole, ranks=ranks))]
+            self.assertEqual(losses[:3], expected[:3])
+            for a, b in zip(losses[3:], expected[3:]):
+                self.assertClose(a, b, 1e-3)  # bf16 gradients summed in another order, at a learning rate of 1e-3
+
+
 if __name__ == "__main__":
     sys.exit(unittest.main())

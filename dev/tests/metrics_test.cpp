@@ -98,6 +98,26 @@ TEST_F(MetricsTest, EarlierRunsAreKept) {
   EXPECT_EQ(Metrics(folder.string()).moved_to(), (folder / "metrics.1.jsonl").string());  // never over another
 }
 
+TEST_F(MetricsTest, AResumedRunGoesOnAfterItsStep) {
+  const auto write = [&](const std::string& text) { std::ofstream(folder / "metrics.jsonl") << text; };
+  const std::string run = R"({"command":"x"})", one = R"({"step":1,"loss":2})", two = R"({"step":2,"loss":1})";
+  const auto resumed = [&](int64_t step) {
+    Metrics metrics(folder.string(), step);
+    EXPECT_EQ(metrics.moved_to(), "");
+    if (metrics.empty()) metrics.write(Record().add("command", "y"));
+    metrics.write(Record().add("step", step + 1));
+    return lines_of(folder / "metrics.jsonl");
+  };
+  write(run + "\n" + one + "\n" + two + "\n");
+  EXPECT_EQ(resumed(1), (std::vector<std::string>{run, one, R"({"step":2})"}));
+  write(run + "\n" + one + "\n" + two.substr(0, 9));  // killed in the middle of a line
+  EXPECT_EQ(resumed(2), (std::vector<std::string>{run, one, R"({"step":3})"}));
+  write(run + "\n" + one + "\nnonsense\n" + two + "\n");
+  EXPECT_EQ(resumed(2), (std::vector<std::string>{run, one, R"({"step":3})"}));
+  fs::remove(folder / "metrics.jsonl");  // nothing is there: the run's line comes first all the same
+  EXPECT_EQ(resumed(2), (std::vector<std::string>{R"({"command":"y"})", R"({"step":3})"}));
+}
+
 TEST_F(MetricsTest, RefusesWhatIsNotAFolder) {
   std::ofstream(folder / "file") << "x";
   EXPECT_EQ(error_of(folder / "file").find("--out: found a file in the way"), 0u) << error_of(folder / "file");

@@ -36,13 +36,28 @@ void expect_refused(const std::vector<std::string>& words, const std::string& pa
   EXPECT_LT(message.size(), 300u) << message;
 }
 
-const std::vector<std::string> whole_numbers = {"threads",       "layers",       "heads",         "channels",
-                                                "seq-len",       "vocab-size",   "batch-size",    "total-batch-tokens",
-                                                "steps",         "warmup-steps", "seed",          "val-every",
-                                                "val-sequences", "sample-every", "sample-tokens", "edq-every",
-                                                "plan-ranks"};
-const std::vector<std::string> real_numbers = {"lr",  "final-lr-frac", "beta1",     "beta2",
-                                               "eps", "weight-decay",  "grad-clip", "plan-network"};
+const std::vector<std::string> whole_numbers = {"threads",
+                                                "layers",
+                                                "heads",
+                                                "channels",
+                                                "seq-len",
+                                                "vocab-size",
+                                                "batch-size",
+                                                "total-batch-tokens",
+                                                "steps",
+                                                "warmup-steps",
+                                                "seed",
+                                                "val-every",
+                                                "val-sequences",
+                                                "sample-every",
+                                                "sample-tokens",
+                                                "edq-every",
+                                                "plan-ranks",
+                                                "checkpoint-every",
+                                                "keep-checkpoints",
+                                                "max-bad-steps"};
+const std::vector<std::string> real_numbers = {"lr",           "final-lr-frac", "beta1",        "beta2",      "eps",
+                                               "weight-decay", "grad-clip",     "plan-network", "skip-spikes"};
 
 }  // namespace
 
@@ -66,7 +81,11 @@ TEST(Options, DefaultsAreThoseOfTheContract) {
   EXPECT_EQ(o.sample_every, 0);
   EXPECT_EQ(o.sample_tokens, 128);
   EXPECT_EQ(o.seed, 1337u);
-  EXPECT_FALSE(o.eval_only || o.overfit_batch || o.plan || o.help || o.version);
+  EXPECT_EQ(o.checkpoint_every, 0);
+  EXPECT_EQ(o.keep_checkpoints, 2);
+  EXPECT_EQ(o.max_bad_steps, 5);
+  EXPECT_EQ(o.skip_spikes, 0);
+  EXPECT_FALSE(o.resume || o.eval_only || o.overfit_batch || o.plan || o.help || o.version);
   // Not given.
   EXPECT_EQ(o.threads + o.layers + o.heads + o.channels + o.seq_len + o.vocab_size, 0);
   EXPECT_EQ(o.total_batch_tokens, 0);
@@ -276,4 +295,57 @@ TEST(Options, FlagValuesAreThoseInEffect) {
   Options options;
   options.edq_every = 0;
   EXPECT_NE(value_of(flag_values(options), "edq-every"), nullptr);  // 0 is a value: never
+}
+
+TEST(Options, AResumedRunTakesWhatIsNotGiven) {
+  Options saved = parse({"--lr=1e-3", "--steps=100", "--batch-size=2", "--seed=5", "--prompt=a b", "--beta2=.99"});
+  saved.total_batch_tokens = 64, saved.seq_len = 16;
+  const FlagTexts texts = flag_texts(saved);
+  for (const auto& [name, text] : texts) EXPECT_TRUE(name != "out" && name != "resume" && name != "threads") << name;
+
+  Options o = parse({"--out=x", "--resume", "--steps=200", "--threads=3", "--beta2=0.99"});
+  EXPECT_EQ(take_flags(o, texts, "test"), std::vector<std::string>{"--steps 100 -> 200"});
+  EXPECT_EQ(o.lr, 1e-3);
+  EXPECT_EQ(o.steps, 200);
+  EXPECT_EQ(o.seed, 5u);
+  EXPECT_EQ(o.threads, 3);
+  EXPECT_EQ(o.total_batch_tokens, 64);
+  EXPECT_EQ(o.prompt, "a b");
+
+  const auto refused = [&](std::vector<std::string> words) {
+    words.insert(words.end(), {"--out=x", "--resume"});
+    Options other = parse(words);
+    try {
+      take_flags(other, texts, "test");
+    } catch (const UsageError& error) {
+      return std::string(error.what());
+    }
+    return std::string();
+  };
+  EXPECT_TRUE(contains(refused({"--seed=6"}), "--seed: found '6', the checkpoint was made with '5'"))
+      << refused({"--seed=6"});
+  EXPECT_TRUE(contains(refused({"--lockstep=bf16"}), "made with none"));
+  // A micro-batch of another size makes the same batch, if that is what is meant.
+  EXPECT_TRUE(contains(refused({"--batch-size=4"}), "add --total-batch-tokens=64"));
+  EXPECT_EQ(refused({"--batch-size=4", "--total-batch-tokens=64"}), "");
+  EXPECT_TRUE(contains(refused({"--batch-size=4", "--total-batch-tokens=128"}), "--total-batch-tokens: found '128'"));
+}
+
+TEST(Options, ACheckpointsFlagsAreChecked) {
+  for (const FlagTexts& bad : {FlagTexts{{"steps", "-1"}},
+                               {{"steps", ""}},
+                               {{"steps", "1e99"}},
+                               {{"nothing", "1"}},
+                               {{"precision", "fp8"}},
+                               {{"out", "elsewhere"}},
+                               {{"gpu", "H100"}}}) {
+    Options o;
+    EXPECT_THROW(take_flags(o, bad, "test"), RunError) << bad[0].first;
+  }
+}
+
+TEST(Options, ResumeAndCheckpointsNeedAFolder) {
+  expect_refused({"--resume"}, "--resume: found without --out");
+  expect_refused({"--checkpoint-every=5"}, "--checkpoint-every: found without --out");
+  expect_refused({"--resume", "--out=x", "--eval-only"}, "--eval-only: found with --resume");
 }
