@@ -711,7 +711,7 @@ void train(Options o, const ModelConfig& config, Data& data, const Resumed& resu
   if (resumed.checkpoint) {
     resumed.checkpoint->verify(comm.rank(), comm.ranks());
     comm.gather(0);  // all files are as they were written
-    converted = restore_run(*resumed.checkpoint, resumed.stored, model.params(), listeners, shadow,
+    converted = restore_run(*resumed.checkpoint, resumed.stored, config, model.params(), listeners, shadow,
                             model.table.parameters, part, device, comm);
     if (o.zero) comm.all_gather(model.params(), cut.elements), comm.wait();
   }

@@ -152,10 +152,16 @@ void load_weights(floatX* params, const ModelFile& file, const std::vector<Param
 // Puts a checkpoint back. Its states are of `stored`; the run's own optimizer, listeners[0], may have another
 // precision: then returns lines that say what was rounded. Weights that belong to other parts are as the file has them.
 template <class floatX>
-std::string restore_run(const Checkpoint& checkpoint, const PrecisionName& stored, floatX* params,
-                        std::vector<Listener<floatX>>& listeners, Shadow<floatX>& shadow,
+std::string restore_run(const Checkpoint& checkpoint, const PrecisionName& stored, const ModelConfig& config,
+                        floatX* params, std::vector<Listener<floatX>>& listeners, Shadow<floatX>& shadow,
                         const std::vector<Parameter>& parameters, const Part& part, Device& device, Comm& comm) {
   const ModelFile weights(checkpoint.folder, "--resume");
+  if (weights.L != config.L || weights.C != config.C || weights.max_T != config.max_T || weights.V != config.V)
+    RUN_ERROR(
+        "--resume: %s: its model has %d layers, %d channels, T = %d and a vocabulary of %d, its flags make %d, %d, "
+        "%d and %d",
+        checkpoint.folder.c_str(), weights.L, weights.C, weights.max_T, weights.V, config.L, config.C, config.max_T,
+        config.V);
   const SavedStates states(checkpoint);
   load_weights(params, weights, parameters, device);
   Changes changes;
