@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "dataloader/batch.h"
 #include "dataloader/data.h"
 #include "kernels/attention.cuh"
 #include "kernels/encoder.cuh"
@@ -30,6 +31,7 @@
 #include "runtime/metrics.h"
 #include "runtime/model_config.h"
 #include "runtime/model_file.h"
+#include "runtime/not_finite.cuh"
 #include "runtime/options.h"
 #include "runtime/parameter.h"
 #include "runtime/plan.h"
@@ -460,24 +462,6 @@ class GPT {
 // ---------------------------------------------------------------------------------------------------------------------
 // Around the model: batches, validation, samples.
 
-struct Batch {
-  int B, T;
-  std::vector<int> tokens, targets;  // (B,T)
-  Batch(int B, int T)
-      : B(B), T(T), tokens(static_cast<size_t>(B) * T), targets(tokens.size()), row_(static_cast<size_t>(T) + 1) {}
-
-  // Fills row b by read(out), which gives T + 1 ids.
-  template <class Read>
-  void fill_row(int b, Read&& read) {
-    read(row_.data());
-    std::copy(row_.begin(), row_.end() - 1, tokens.begin() + static_cast<int64_t>(b) * T);
-    std::copy(row_.begin() + 1, row_.end(), targets.begin() + static_cast<int64_t>(b) * T);
-  }
-
- private:
-  std::vector<int32_t> row_;
-};
-
 // n things shared out over the ranks: rank r takes those from [r] to [r + 1].
 std::vector<size_t> shares(int64_t n, int ranks) {
   std::vector<size_t> first;
@@ -538,24 +522,6 @@ std::vector<int32_t> sample(GPT<floatX>& model, std::vector<int32_t> tokens, con
     tokens.push_back(token);
   }
   return tokens;
-}
-
-// The first tensor, in the order of the table, in which this rank's part of a flat buffer has an element that is not
-// finite; "" where there is none. For all ranks.
-template <class floatX>
-std::string first_not_finite(const floatX* values, const ParameterTable& table, const Part& part, Device& device,
-                             Comm& comm) {
-  size_t first = table.parameters.size();
-  std::vector<floatX> piece;
-  for_each_piece(table.parameters, part, [&](const Parameter& p, size_t, size_t n, size_t begin) {
-    const size_t index = static_cast<size_t>(&p - table.parameters.data());
-    if (index >= first) return;
-    piece.resize(n);
-    device.download(piece.data(), values + begin, n);
-    if (!std::all_of(piece.begin(), piece.end(), [](floatX x) { return std::isfinite(to_float(x)); })) first = index;
-  });
-  for (const size_t other : comm.gather(first)) first = std::min(first, other);
-  return first < table.parameters.size() ? table.parameters[first].name : "";
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -707,18 +673,21 @@ void train(Options o, const ModelConfig& config, Data& data, const Resumed& resu
   if (device.is_cuda() && comm.ranks() > 1) comm.use_gpu(device.stream());
   const double step_flops = 6.0 * static_cast<double>(model.table.count) * static_cast<double>(o.total_batch_tokens);
 
-  std::string converted;
+  std::string rounded;  // lines
+  const bool converted =
+      resumed.checkpoint && (resumed.stored.precision != now_in.precision || resumed.stored.mode != now_in.mode);
   if (resumed.checkpoint) {
     resumed.checkpoint->verify(comm.rank(), comm.ranks());
     comm.gather(0);  // all files are as they were written
-    converted = restore_run(*resumed.checkpoint, resumed.stored, config, model.params(), listeners, shadow,
-                            model.table.parameters, part, device, comm);
+    rounded = restore_run(*resumed.checkpoint, resumed.stored, config, model.params(), listeners, shadow,
+                          model.table.parameters, part, device, comm);
     if (o.zero) comm.all_gather(model.params(), cut.elements), comm.wait();
   }
   // Where every rank has all states, the first saves them.
   const Part saved_part = o.zero || comm.rank() == 0 ? part : Part(0, 0, 0, 0);
-  SavedRun saved;
-  if (o.checkpoint_every) saved.reserve(listeners, model.table.elements, saved_part);
+  SavedRun<floatX> saved(model.params(), model.table.elements, listeners, shadow, model.table.parameters, saved_part,
+                         comm.rank() == 0);
+  if (o.checkpoint_every) saved.reserve();
 
   Metrics metrics(comm.rank() == 0 ? o.out : "", from.step);
   Checkpoints checkpoints(o.eval_only ? "" : o.out, o.keep_checkpoints, from.step > 0, comm);
@@ -735,7 +704,7 @@ void train(Options o, const ModelConfig& config, Data& data, const Resumed& resu
   if (resumed.checkpoint) {
     resumption = resumed.changes;
     resumption.insert(resumption.begin(), resumed.checkpoint->folder);
-    if (!converted.empty()) resumption.push_back("from " + resumed.stored.precision + converted);
+    if (converted) resumption.push_back("from " + resumed.stored.text + rounded);
   } else if (o.resume) {
     resumption = {"nothing: no checkpoint in " + o.out + " yet"};
   }
@@ -780,8 +749,7 @@ void train(Options o, const ModelConfig& config, Data& data, const Resumed& resu
   const auto copy_state = [&] {
     const double begun = now();
     checkpoints.finish();
-    saved.copy(model.params(), model.table.elements, listeners, shadow, model.table.parameters, saved_part,
-               comm.rank() == 0, device);
+    saved.copy(device);
     return (now() - begun) * 1e3;
   };
   const auto start_checkpoint = [&](int64_t step) {
@@ -877,8 +845,8 @@ void train(Options o, const ModelConfig& config, Data& data, const Resumed& resu
     bad_in_a_row = finite ? 0 : bad_in_a_row + 1;
     bool weights_finite = true;
     if (!finite) {
-      const std::string weight = first_not_finite(model.params(), model.table, part, device, comm);
-      const std::string grad = first_not_finite(model.grads(), model.table, part, device, comm);
+      const std::string weight = first_not_finite(model.params(), model.table.parameters, part, device, comm);
+      const std::string grad = first_not_finite(model.grads(), model.table.parameters, part, device, comm);
       weights_finite = weight.empty();
       printf("step %lld: loss %g, norm %g, first in %s %s: update skipped, %lld in a row\n",
              static_cast<long long>(step + 1), loss, norm, weights_finite ? "the gradient of" : "the weights",
@@ -912,7 +880,7 @@ void train(Options o, const ModelConfig& config, Data& data, const Resumed& resu
     if (peak > 0) r.add("mfu", step_flops / seconds / peak);
     if (!finite || spike) r.add("skipped", true).add("skipped_steps", step + 1 - updates);
     r.add_if_computed("loss_z", loss_z).add_if_computed("grad_norm_z", norm_z);
-    if (step == to.step) r.add("switched_to", to.to.text);
+    if (step == to.step || (step == from.step && converted)) r.add("switched_to", listeners[0].precision.text);
     for (const auto& field : details.fields) r.fields.push_back(field);
     StepLine line{step + 1,
                   o.steps,

@@ -18,46 +18,43 @@ inline std::string saved_name(const std::string& prefix, const Parameter& p, con
   return prefix + p.name + "." + (state.starts_with("theta.") ? state.substr(6) : state);
 }
 
-// Calls f(parameter, first, n, begin) for the elements of each parameter that lie in the part, without padding: the
-// parameter's own from `first` on, in the flat buffer from `begin` on.
-template <class F>
-void for_each_piece(const std::vector<Parameter>& parameters, const Part& part, F&& f) {
-  for (const Parameter& p : parameters) {
-    const size_t begin = std::max(p.begin, part.begin), end = std::min(p.begin + p.used(), part.end);
-    if (begin < end) f(p, begin - p.begin, end - begin, begin);
-  }
-}
-
 // A copy of what a checkpoint holds of this rank.
+template <class floatX>
 class SavedRun {
  public:
+  // params: all weights, a flat buffer of so many elements; rank 0, with_weights, saves them. part: of the optimizers'
+  // states, nothing where another rank has the same. All that is given must stay.
+  SavedRun(const floatX* params, size_t elements, const std::vector<Listener<floatX>>& listeners,
+           const Shadow<floatX>& shadow, const std::vector<Parameter>& parameters, const Part& part, bool with_weights)
+      : params_(params),
+        elements_(with_weights ? elements : 0),
+        listeners_(listeners),
+        shadow_(shadow),
+        parameters_(parameters),
+        part_(part) {}
+
   // Asks for the memory now, so that the first copy takes no longer than the others.
-  template <class floatX>
-  void reserve(const std::vector<Listener<floatX>>& listeners, size_t elements, const Part& part) {
-    size_t bytes = elements * sizeof(floatX);
-    for (const auto& l : listeners) {
-      if (!l.prefix.empty()) bytes += part.n() * sizeof(floatX);
-      for (const auto& state : l.optimizer->states()) bytes += part.n() * state.element_bytes;
+  void reserve() {
+    size_t bytes = elements_ * sizeof(floatX);
+    for (const auto& l : listeners_) {
+      if (!l.prefix.empty()) bytes += part_.n() * sizeof(floatX);
+      for (const auto& state : l.optimizer->states()) bytes += part_.n() * state.element_bytes;
     }
     memory_.resize(bytes);
   }
   size_t bytes() const { return memory_.size(); }
 
-  // params: all weights, which rank 0 saves. part: of the optimizers' states, none where another rank has the same.
-  template <class floatX>
-  void copy(const floatX* params, size_t elements, const std::vector<Listener<floatX>>& listeners,
-            const Shadow<floatX>& shadow, const std::vector<Parameter>& parameters, const Part& part, bool is_first,
-            Device& device) {
-    reserve(listeners, elements, part);
+  void copy(Device& device) {
+    reserve();
     model.clear(), optimizer.clear();
     char* to = memory_.data();
     const auto copied = [&](const void* from, size_t bytes) {
       device.download(to, static_cast<const char*>(from), bytes);
       return std::exchange(to, to + bytes);
     };
-    if (is_first) {
-      const char* theta = copied(params, elements * sizeof(floatX));
-      for (const Parameter& p : parameters) {
+    if (elements_) {
+      const char* theta = copied(params_, elements_ * sizeof(floatX));
+      for (const Parameter& p : parameters_) {
         std::vector<int64_t> shape = {p.used_rows};
         if (p.decay) shape.push_back(p.columns);
         if (p.transposed) std::swap(shape[0], shape[1]);
@@ -66,20 +63,20 @@ class SavedRun {
     }
     const auto add = [&](const std::string& prefix, const char* state, const char* dtype, const void* from,
                          size_t element) {
-      const char* data = copied(from, part.n() * element);
-      for_each_piece(parameters, part, [&](const Parameter& p, size_t, size_t n, size_t begin) {
+      const char* data = copied(from, part_.n() * element);
+      for_each_piece(parameters_, part_, [&](const Parameter& p, size_t, size_t n, size_t begin) {
         std::vector<int64_t> shape = {static_cast<int64_t>(n)};
         if (n == p.used() && p.decay) shape = {p.used_rows, p.columns};
-        optimizer.push_back({saved_name(prefix, p, state), dtype, shape, data + (begin - part.begin) * element});
+        optimizer.push_back({saved_name(prefix, p, state), dtype, shape, data + (begin - part_.begin) * element});
       });
     };
-    for (const auto& l : listeners) {
-      if (!l.prefix.empty()) add(l.prefix, "theta", dtype_name<floatX>, l.params + part.begin, sizeof(floatX));
+    for (const auto& l : listeners_) {
+      if (!l.prefix.empty()) add(l.prefix, "theta", dtype_name<floatX>, l.params + part_.begin, sizeof(floatX));
       for (const auto& s : l.optimizer->states()) add(l.prefix, s.name, s.dtype, s.data, s.element_bytes);
     }
-    shadow_ = shadow.arrays();
-    for (const auto& [name, values] : shadow_)
-      if (part.n() && !values.empty())
+    shadow_arrays_ = shadow_.arrays();
+    for (const auto& [name, values] : shadow_arrays_)
+      if (part_.n() && !values.empty())
         optimizer.push_back({"shadow." + name,
                              "F64",
                              {static_cast<int64_t>(values.size())},
@@ -89,8 +86,14 @@ class SavedRun {
   std::vector<SavedTensor> model, optimizer;  // the last copy's
 
  private:
+  const floatX* params_;
+  size_t elements_;
+  const std::vector<Listener<floatX>>& listeners_;
+  const Shadow<floatX>& shadow_;
+  const std::vector<Parameter>& parameters_;
+  Part part_;
   std::vector<char> memory_;
-  ShadowArrays shadow_;
+  ShadowArrays shadow_arrays_;
 };
 
 // The optimizer files of a checkpoint, read as if each tensor were whole.

@@ -4,6 +4,8 @@
 
 #include <gtest/gtest.h>
 
+#include <numeric>
+
 #include "dev/tests/numbers.h"
 #include "dev/tests/optimizing.h"
 #include "kernels/gradient_sum.cuh"
