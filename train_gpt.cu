@@ -26,6 +26,7 @@
 #include "mcf/shadow.cuh"
 #include "runtime/checkpoint.h"
 #include "runtime/comm.h"
+#include "runtime/crc32.h"
 #include "runtime/gpu_peak.h"
 #include "runtime/header.h"
 #include "runtime/metrics.h"
@@ -165,6 +166,28 @@ void initialize(floatX* params, const ParameterTable& table, int L, uint64_t see
   }
 }
 
+// The weights of a file, for as many positions as the model has, rounded to bf16 where the model's are. Returns the
+// CRC-32 of what they have become.
+template <class floatX>
+uint32_t load(floatX* params, const ParameterTable& table, const ModelFile& file, Device& device) {
+  constexpr size_t piece = size_t{1} << 20;
+  std::vector<float> values(piece);
+  std::vector<floatX> stored(piece);
+  uint32_t crc = 0;
+  for (const Parameter& t : table.parameters) {
+    const size_t n = static_cast<size_t>(t.used_rows * t.columns);
+    for (size_t first = 0; first < n; first += piece) {
+      const size_t m = std::min(piece, n - first);
+      file.read(t.name, first, m, values.data());
+#pragma omp parallel for
+      for (size_t i = 0; i < m; i++) store(stored[i], values[i]);
+      device.upload(params + t.begin + first, stored.data(), m);
+      crc = crc32(stored.data(), m * sizeof(floatX), crc);
+    }
+  }
+  return crc;
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // GPT-2: learned positions, LayerNorm before attention and MLP, tanh GELU, output projection tied to the embedding.
 
@@ -273,8 +296,8 @@ class GPT {
   const ParameterTable table;
   const BlockList blocks;
 
-  // Room for micro-batches of up to (B,T) tokens.
-  GPT(const ModelConfig& c, int B, int T, Recompute recompute, uint64_t seed, Device& device)
+  // Room for micro-batches of up to (B,T) tokens. seed: of the initial weights; without one they are left for load().
+  GPT(const ModelConfig& c, int B, int T, Recompute recompute, std::optional<uint64_t> seed, Device& device)
       : config(c),
         table(parameter_table(c)),
         blocks(table.blocks, device),
@@ -286,7 +309,7 @@ class GPT {
         dw_(grads_, table, c.L) {
     activation_memory_ = lay_out(acts_, Memory::activations, B, T);
     work_memory_ = lay_out(work_, Memory::workspace, B, T);
-    initialize(params_.data(), table, c.L, seed, device);
+    if (seed) initialize(params_.data(), table, c.L, *seed, device);
   }
 
   floatX* params() { return params_; }
@@ -601,9 +624,10 @@ void complete_batch(Options& o, int ranks) {
 // --plan, for so many ranks. Allocates nothing.
 void print_plan(Options o, int ranks) {
   if (o.model.empty()) o.model = o.device == "cpu" ? "d6" : "d12";
-  o.seq_len = model_config(o, 0).max_T;
+  const std::optional<ModelFile> file = model_file(o);
+  o.seq_len = model_config(o, 0, file).max_T;
   complete_batch(o, ranks);
-  const ModelConfig config = model_config(o, 0);
+  const ModelConfig config = model_config(o, 0, file);
   const ParameterTable table = parameter_table(config, false);
   const Plan plan = make_plan(o, config, table.count, static_cast<int64_t>(table.first_part(o.zero ? ranks : 1)), ranks,
                               memory_planner(config, table, ranks));
@@ -612,9 +636,10 @@ void print_plan(Options o, int ranks) {
 }
 
 template <class floatX>
-void train(Options o, const ModelConfig& config, Data& data, const Resumed& resumed, const PrecisionName& now_in,
-           const std::string& command, const PrecisionBytes& precision, const char* meaning,
-           const std::string& why_no_gpu, Device& device, Comm& comm) {
+void train(Options o, const ModelConfig& config, const std::optional<ModelFile>& file, Data& data,
+           const Resumed& resumed, const PrecisionName& now_in, const std::string& command,
+           const PrecisionBytes& precision, const char* meaning, const std::string& why_no_gpu, Device& device,
+           Comm& comm) {
   const auto now = [] {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
   };
@@ -655,7 +680,8 @@ void train(Options o, const ModelConfig& config, Data& data, const Resumed& resu
   if (device.is_cuda())
     require_memory(o, precision, memory_planner(config, parameter_table(config, false), comm.ranks()),
                    device.free_bytes());
-  GPT<floatX> model(config, B, T, recompute_level(o.recompute), o.seed, device);
+  GPT<floatX> model(config, B, T, recompute_level(o.recompute), file ? std::nullopt : std::optional(o.seed), device);
+  if (file) comm.require_same("weights", strf("%08x (CRC-32)", load(model.params(), model.table, *file, device)));
   const Cut cut = cut_blocks(model.table.blocks, model.table.elements, comm.ranks());
   const Part part = o.zero ? cut.part(comm.rank()) : Part(model.table.elements);
   std::vector<Listener<floatX>> listeners;
@@ -708,7 +734,7 @@ void train(Options o, const ModelConfig& config, Data& data, const Resumed& resu
   } else if (o.resume) {
     resumption = {"nothing: no checkpoint in " + o.out + " yet"};
   }
-  print_header({o, config, data, device, comm, devices, why_no_gpu, peak, model.table.count,
+  print_header({o, config, file, data, device, comm, devices, why_no_gpu, peak, model.table.count,
                 strf("%s%s: %s, %d bytes a parameter with its gradient", now_in.precision.c_str(),
                      now_in.mode == "strict" ? "" : (" " + now_in.mode).c_str(), meaning, precision.total()),
                 sizeof(floatX) == 2, step_sequences, allocated, output, resumption, now() - start});
@@ -954,10 +980,14 @@ void run(int argc, char** argv, Comm& comm) {
   if (o.device == "cuda" && !gpus) RUN_ERROR("--device=cuda: %s; --device=cpu trains without", why_no_gpu.c_str());
   const bool cuda = gpus > 0;
   if (o.model.empty()) o.model = cuda ? "d12" : "d6";
-  o.seq_len = model_config(o, 0).max_T;
+  // What a resumed run began from may be gone: its flags state the shape, and the checkpoint has the weights.
+  Options shape = o;
+  if (resumed.checkpoint) shape.model.clear();
+  const std::optional<ModelFile> file = model_file(shape);
+  o.seq_len = model_config(shape, 0, file).max_T;
   comm.require_same("flags", strf("%s %s", version(), to_json(flag_values(o)).c_str()));
   Data data = open_data(o);
-  const ModelConfig config = model_config(o, static_cast<int>(data.first().vocab_size()));
+  const ModelConfig config = model_config(shape, static_cast<int>(data.first().vocab_size()), file);
   o.layers = config.L, o.heads = config.NH, o.channels = config.C, o.vocab_size = config.V;
   if (data.train) data.train->set_vocab_size(config.V);
   if (data.val) data.val->set_vocab_size(config.V);
@@ -972,7 +1002,7 @@ void run(int argc, char** argv, Comm& comm) {
   const PrecisionName now_in =
       resumed.checkpoint && !other_precision ? resumed.stored : PrecisionName{o.precision, o.precision, o.mcf};
   with_strategy(now_in.precision, now_in.mode, [&]<class S>() {
-    train<typename S::Theta>(o, config, data, resumed, now_in, command_line(argc, argv), precision_bytes<S>(),
+    train<typename S::Theta>(o, config, file, data, resumed, now_in, command_line(argc, argv), precision_bytes<S>(),
                              S::meaning, why_no_gpu, device, comm);
   });
   comm.leave();

@@ -38,6 +38,17 @@ std::vector<std::string> rank_lines(const Header& h) {
   return lines;
 }
 
+std::vector<std::string> model_lines(const Header& h) {
+  const ModelConfig& c = h.config;
+  std::vector<std::string> lines = {
+      strf("%s: %d layers, %d channels, %d heads, T = %d, vocabulary %d (padded to %d), %s parameters",
+           h.o.model.c_str(), c.L, c.C, c.NH, c.max_T, c.V, c.Vp, human_count(h.parameters).c_str())};
+  if (h.file)
+    lines.push_back(strf("weights from this file, %s%s; %d of its %d positions", h.file->dtype().c_str(),
+                         h.in_bf16 && h.file->dtype() != "BF16" ? " rounded to BF16" : "", c.max_T, h.file->max_T));
+  return lines;
+}
+
 std::vector<std::string> precision_lines(const Header& h) {
   std::vector<std::string> lines = {h.precision};
   if (!h.o.lockstep.empty()) lines.push_back("in lock-step, fed with its gradients: " + h.o.lockstep);
@@ -62,13 +73,10 @@ std::string memory_line(const Header& h) {
 
 void print_header(const Header& h) {
   const Options& o = h.o;
-  const ModelConfig& c = h.config;
   print_lines("train_gpt", {version()});
   print_lines("device", device_lines(h));
   print_lines("ranks", rank_lines(h));
-  print_lines("model",
-              {strf("%s: %d layers, %d channels, %d heads, T = %d, vocabulary %d (padded to %d), %s parameters",
-                    o.model.c_str(), c.L, c.C, c.NH, c.max_T, c.V, c.Vp, human_count(h.parameters).c_str())});
+  print_lines("model", model_lines(h));
   print_lines("precision", precision_lines(h));
   printf("%s", preflight_text(o).c_str());
   if (h.data.train) print_lines("train", {describe(*h.data.train)});

@@ -2,6 +2,7 @@
 #pragma once
 #include <array>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -14,6 +15,7 @@
 struct Header {
   const Options& o;  // completed
   const ModelConfig& config;
+  const std::optional<ModelFile>& file;  // that the weights are from
   const Data& data;
   const Device& device;
   const Comm& comm;

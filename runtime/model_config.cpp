@@ -25,29 +25,61 @@ constexpr Shape shapes[] = {
 
 constexpr int gpt2_vocab = 50257;
 
-Shape find_shape(const std::string& name) {
+const Shape* find_shape(const std::string& name) {
   for (const Shape& shape : shapes) {
-    if (name == shape.name) return shape;
+    if (name == shape.name) return &shape;
   }
-  if (name.find('/') != std::string::npos || name.ends_with(".bin") || name.ends_with(".safetensors")) {
-    USAGE_ERROR(
-        "--model: found %s, expected a descriptor such as d12; loading models from files is not in this "
-        "version",
-        in_quotes(name).c_str());
-  }
+  return nullptr;
+}
+
+Shape named_shape(const std::string& name) {
+  if (const Shape* shape = find_shape(name)) return *shape;
   std::string known;
   for (const Shape& shape : shapes) {
     if (!known.empty()) known += ' ';
     known += shape.name;
   }
-  USAGE_ERROR("--model: found %s, expected one of %s; other sizes: --layers --heads --channels",
+  USAGE_ERROR("--model: found %s, expected a file, a folder, or one of %s; other sizes: --layers --heads --channels",
               in_quotes(name).c_str(), known.c_str());
+}
+
+// The shape of a file, which the flags may repeat.
+Shape file_shape(const ModelFile& file, const Options& o, int vocab_from_shards) {
+  const std::string name = in_quotes(o.model);
+  const auto agree = [&](const char* flag, int found, int expected) {
+    if (found && found != expected)
+      USAGE_ERROR("--%s: found %d, but %s has %d; leave the flag out", flag, found, name.c_str(), expected);
+  };
+  agree("layers", o.layers, file.L);
+  agree("channels", o.channels, file.C);
+  agree("vocab-size", o.vocab_size, file.V);
+  if (file.NH) agree("heads", o.heads, file.NH);
+  if (!file.NH && !o.heads) {
+    USAGE_ERROR("--heads: not given, and %s does not say; add it (GPT-2's have 64 channels each), or a config.json",
+                name.c_str());
+  }
+  if (o.seq_len > file.max_T) {
+    USAGE_ERROR("--seq-len: found %d, but %s has %d positions; expected at most as many", o.seq_len, name.c_str(),
+                file.max_T);
+  }
+  if (vocab_from_shards > file.V) {
+    USAGE_ERROR("--model: %s has a vocabulary of %d, the shards state %d; expected shards of its tokenizer",
+                name.c_str(), file.V, vocab_from_shards);
+  }
+  return {"", file.L, file.C, file.NH, file.max_T};
 }
 
 }  // namespace
 
-ModelConfig model_config(const Options& options, int vocab_from_shards) {
-  const Shape shape = find_shape(options.model.empty() ? "d6" : options.model);
+std::optional<ModelFile> model_file(const Options& options) {
+  std::optional<ModelFile> file;
+  if (!find_shape(options.model) && ModelFile::is_path(options.model)) file.emplace(options.model, "--model");
+  return file;
+}
+
+ModelConfig model_config(const Options& options, int vocab_from_shards, const std::optional<ModelFile>& file) {
+  const Shape shape =
+      file ? file_shape(*file, options, vocab_from_shards) : named_shape(options.model.empty() ? "d6" : options.model);
   ModelConfig c;
   c.L = options.layers ? options.layers : shape.L;
   c.NH = options.heads ? options.heads : shape.NH;
@@ -61,7 +93,7 @@ ModelConfig model_config(const Options& options, int vocab_from_shards) {
     USAGE_ERROR("--vocab-size: found %d, expected at least %d, which the shards state; without the flag it is theirs",
                 options.vocab_size, vocab_from_shards);
   }
-  c.V = options.vocab_size ? options.vocab_size : vocab_from_shards ? vocab_from_shards : gpt2_vocab;
+  c.V = file ? file->V : options.vocab_size ? options.vocab_size : vocab_from_shards ? vocab_from_shards : gpt2_vocab;
   c.Vp = (c.V + 127) / 128 * 128;
   if (static_cast<int64_t>(options.batch_size) * c.max_T > 1'000'000'000) {
     USAGE_ERROR(

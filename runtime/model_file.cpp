@@ -69,19 +69,20 @@ void read_as_is(const char* data, size_t first, size_t n, float* out) {
   for (size_t i = 0; i < n; i++) out[i] = element<Format>(data, first + i);
 }
 
-// From data (columns, rows) elements of the transposed, (rows, columns): a few rows of it at a time, so that each line
-// of memory that is read gives all its elements at once.
+// From data (columns, rows) elements of the transposed, (rows, columns): some rows of it at a time, so that each line
+// and each page of memory that is touched gives all its elements at once.
 template <class Format>
 void read_transposed(const char* data, size_t rows, size_t columns, size_t first, size_t n, float* out) {
-  constexpr size_t kRows = 16;
-  const size_t begin = first / columns, end = (first + n + columns - 1) / columns;
+  constexpr size_t kRows = 64;
+  const size_t end = (first + n + columns - 1) / columns;
+  // The first row whose element in this column is not before element i.
+  const auto row_of = [&](size_t i, size_t column) { return i > column ? (i - column + columns - 1) / columns : 0; };
 #pragma omp parallel for
-  for (size_t top = begin; top < end; top += kRows) {
+  for (size_t top = first / columns; top < end; top += kRows) {
     for (size_t column = 0; column < columns; column++) {
-      for (size_t row = top; row < std::min(top + kRows, end); row++) {
-        const size_t i = row * columns + column;
-        if (i >= first && i < first + n) out[i - first] = element<Format>(data, column * rows + row);
-      }
+      const size_t to = std::min(top + kRows, row_of(first + n, column));
+      for (size_t row = std::max(top, row_of(first, column)); row < to; row++)
+        out[row * columns + column - first] = element<Format>(data, column * rows + row);
     }
   }
 }

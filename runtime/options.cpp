@@ -86,8 +86,10 @@ const std::vector<Flag>& flag_table() {
        "",
        {"none", "gelu", "layernorm", "block"}},
 
-      {"Model", "model", &O::model, "d6, d12, d24, d36, d48, ..., gpt2:124M to 1558M, or gpt3:125M to 175B", 0, 0,
-       "d12 on a GPU, d6 on the CPU"},
+      {"Model", "model", &O::model,
+       "d6, d12, d24, d36, d48, ..., gpt2:124M to 1558M, gpt3:125M to 175B; or a file of weights: transformers' folder "
+       "or .safetensors, llm.c's .bin",
+       0, 0, "d12 on a GPU, d6 on the CPU"},
       {"Model", "layers", &O::layers, "number of transformer blocks", 1, 4096, "the model's"},
       {"Model", "heads", &O::heads, "attention heads", 1, 4096, "the model's"},
       {"Model", "channels", &O::channels, "width, a multiple of --heads", 1, 262144, "the model's"},

@@ -20,7 +20,7 @@ struct Options {
   std::string recompute = "gelu";          // none, gelu, layernorm, block
 
   // Model. Resolved by model_config().
-  std::string model;  // descriptor; "" = not given: d12 on a GPU, d6 on the CPU
+  std::string model;  // descriptor, or a file with weights; "" = not given: d12 on a GPU, d6 on the CPU
   int layers = 0;     // 0 = not given: the descriptor's. So are the next four.
   int heads = 0;
   int channels = 0;

@@ -3,6 +3,9 @@
 
 #include <gtest/gtest.h>
 
+#include <utility>
+
+#include "dev/tests/model_files.h"
 #include "runtime/error.h"
 
 namespace {
@@ -92,13 +95,42 @@ TEST(ModelConfig, VocabularyIsTheFlagThenTheShardsThenGpt2s) {
 TEST(ModelConfig, RefusesWhatItDoesNotKnow) {
   for (const char* name : {"d7", "d", "d06", "D12", "gpt2", "gpt2:125M", "gpt3:124M", "gpt3:1.3b", "gpt4:1T", "d12 "}) {
     const std::string message = error_of(model(name));
-    EXPECT_EQ(message.find("--model: found '" + std::string(name) + "', expected one of d6 d12 "), 0u) << message;
+    EXPECT_EQ(message.find("--model: found '" + std::string(name) + "', expected a file, a folder, or one of d6 "), 0u)
+        << message;
     EXPECT_NE(message.find("gpt3:175B"), std::string::npos) << message;
   }
-  for (const char* name : {"runs/x", "/", "gpt2.bin", "model.safetensors"}) {
-    const std::string message = error_of(model(name));
-    EXPECT_NE(message.find("loading models from files is not in this version"), std::string::npos) << message;
+}
+
+TEST(ModelConfig, AFilesShapeIsTheModels) {
+  TempDir dir;
+  const TestModel weights;
+  Options options = model((dir / "x").c_str());
+  dir.write("x", TestModel::safetensors(weights.tensors("F32")));
+  const std::optional<ModelFile> file = model_file(options);
+  ASSERT_TRUE(file);
+  const auto error = [&](int vocab = 0) { return message_of<UsageError>([&] { model_config(options, vocab, file); }); };
+  EXPECT_NE(error().find("--heads: not given"), std::string::npos) << error();
+  options.heads = weights.NH, options.layers = weights.L, options.channels = weights.C, options.vocab_size = weights.V;
+  for (const int T : {0, 1, weights.max_T}) {
+    options.seq_len = T;
+    const ModelConfig c = model_config(options, weights.V, file);
+    EXPECT_EQ(c.L, weights.L);
+    EXPECT_EQ(c.NH, weights.NH);
+    EXPECT_EQ(c.C, weights.C);
+    EXPECT_EQ(c.max_T, T ? T : weights.max_T);
+    EXPECT_EQ(c.V, weights.V);
+    EXPECT_EQ(c.Vp, 128);
   }
+  EXPECT_NE(error(12).find("has a vocabulary of 11, the shards state 12"), std::string::npos) << error(12);
+  for (int Options::*flag : {&Options::layers, &Options::channels, &Options::vocab_size, &Options::seq_len}) {
+    const int before = std::exchange(options.*flag, options.*flag + 1);
+    EXPECT_NE(error().find(strf("found %d, but ", before + 1)), std::string::npos) << error();
+    EXPECT_NE(error().find(strf(" has %d", before)), std::string::npos) << error();
+    options.*flag = before;
+  }
+  EXPECT_FALSE(model_file(Options()));
+  EXPECT_FALSE(model_file(model("d12")));
+  EXPECT_FALSE(model_file(model("d7")));
 }
 
 TEST(ModelConfig, RefusesShapesThatCannotBe) {
