@@ -661,6 +661,7 @@ void train(Options o, const ModelConfig& config, const std::optional<ModelFile>&
     USAGE_ERROR("--train-data: found %s, the checkpoint was trained on %s; expected the same shards, wherever they are",
                 data.train->identity().c_str(), in_quotes(from.data).c_str());
   if (from.step >= o.steps && from.step > 0) {
+    Checkpoints(o.out, o.keep_checkpoints, true, comm);  // removes what a killed run had begun
     printf("nothing left to do: %s of %s steps are done; more with --steps\n", human_count(from.step).c_str(),
            human_count(o.steps).c_str());
     return;

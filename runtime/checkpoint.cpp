@@ -122,7 +122,7 @@ Checkpoint::File write_safetensors(const fs::path& path, const std::vector<Saved
   return file.finish();
 }
 
-constexpr const char* checksum_key = ",\n  \"checksum\": \"";
+constexpr const char *checksum_key = ",\n  \"checksum\": \"", *closing = "\"\n}\n";  // the file ends in these
 
 std::string to_text(const RunState& s, const std::vector<Checkpoint::File>& files) {
   json j;
@@ -137,7 +137,7 @@ std::string to_text(const RunState& s, const std::vector<Checkpoint::File>& file
   for (const auto& [name, text] : s.flags) j["flags"][name] = text;
   std::string text = j.dump(2, ' ', false, json::error_handler_t::replace);
   text.resize(text.size() - 2);  // the end of the object
-  return text + checksum_key + hex(crc32(text.data(), text.size())) + "\"\n}\n";
+  return text + checksum_key + hex(crc32(text.data(), text.size())) + closing;
 }
 
 // Reads state.json field by field; each in turn is named where it is not what it must be.
@@ -149,12 +149,11 @@ class StateReader {
     constexpr int64_t most = int64_t{16} << 20;
     if (file.size() > most) RUN_ERROR("%s: %lld bytes, expected a few thousand", who_.c_str(), (long long)file.size());
     const std::string text(file.data(), static_cast<size_t>(file.size()));
-    const size_t end = text.rfind(checksum_key), key = strlen(checksum_key);
-    const std::string stated = end == text.npos ? "none" : text.substr(end + key, 8);
-    const std::string found = hex(crc32(text.data(), std::min(end, text.size())));
-    if (stated != found)
-      RUN_ERROR("%s: its checksum is %s, expected %s: it is not as it was written; %s", who_.c_str(), found.c_str(),
-                in_quotes(stated).c_str(), hint());
+    const size_t end = std::min(text.rfind(checksum_key), text.size());
+    const std::string found = hex(crc32(text.data(), end));
+    if (text.substr(end) != checksum_key + found + closing)
+      RUN_ERROR("%s: its checksum is %s, and it ends in another or none: it is not as it was written; %s", who_.c_str(),
+                found.c_str(), hint());
     try {
       root_ = json::parse(text);
     } catch (const json::exception&) {
@@ -372,7 +371,7 @@ void Checkpoints::write() {
     const fs::path folder = fs::path(folder_) / saving_->saving_name();
     std::error_code error;
     const bool is_first = fs::create_directory(folder_, error);
-    fs::create_directory(folder, error);
+    if (!error) fs::create_directory(folder, error);
     if (error) RUN_ERROR("%s: %s", folder.c_str(), error.message().c_str());
     if (is_first) sync_folder(fs::path(folder_).parent_path());
     if (comm_.rank() == 0) {
