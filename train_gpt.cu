@@ -26,7 +26,6 @@
 #include "mcf/shadow.cuh"
 #include "runtime/checkpoint.h"
 #include "runtime/comm.h"
-#include "runtime/crc32.h"
 #include "runtime/gpu_peak.h"
 #include "runtime/header.h"
 #include "runtime/metrics.h"
@@ -166,28 +165,6 @@ void initialize(floatX* params, const ParameterTable& table, int L, uint64_t see
   }
 }
 
-// The weights of a file, for as many positions as the model has, rounded to bf16 where the model's are. Returns the
-// CRC-32 of what they have become.
-template <class floatX>
-uint32_t load(floatX* params, const ParameterTable& table, const ModelFile& file, Device& device) {
-  constexpr size_t piece = size_t{1} << 20;
-  std::vector<float> values(piece);
-  std::vector<floatX> stored(piece);
-  uint32_t crc = 0;
-  for (const Parameter& t : table.parameters) {
-    const size_t n = static_cast<size_t>(t.used_rows * t.columns);
-    for (size_t first = 0; first < n; first += piece) {
-      const size_t m = std::min(piece, n - first);
-      file.read(t.name, first, m, values.data());
-#pragma omp parallel for
-      for (size_t i = 0; i < m; i++) store(stored[i], values[i]);
-      device.upload(params + t.begin + first, stored.data(), m);
-      crc = crc32(stored.data(), m * sizeof(floatX), crc);
-    }
-  }
-  return crc;
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // GPT-2: learned positions, LayerNorm before attention and MLP, tanh GELU, output projection tied to the embedding.
 
@@ -296,7 +273,7 @@ class GPT {
   const ParameterTable table;
   const BlockList blocks;
 
-  // Room for micro-batches of up to (B,T) tokens. seed: of the initial weights; without one they are left for load().
+  // Room for micro-batches of up to (B,T) tokens. seed: of the initial weights; without one they are left 0.
   GPT(const ModelConfig& c, int B, int T, Recompute recompute, std::optional<uint64_t> seed, Device& device)
       : config(c),
         table(parameter_table(c)),
@@ -682,7 +659,9 @@ void train(Options o, const ModelConfig& config, const std::optional<ModelFile>&
     require_memory(o, precision, memory_planner(config, parameter_table(config, false), comm.ranks()),
                    device.free_bytes());
   GPT<floatX> model(config, B, T, recompute_level(o.recompute), file ? std::nullopt : std::optional(o.seed), device);
-  if (file) comm.require_same("weights", strf("%08x (CRC-32)", load(model.params(), model.table, *file, device)));
+  if (file)
+    comm.require_same("weights",
+                      strf("%08x (CRC-32)", load_weights(model.params(), *file, model.table.parameters, device)));
   const Cut cut = cut_blocks(model.table.blocks, model.table.elements, comm.ranks());
   const Part part = o.zero ? cut.part(comm.rank()) : Part(model.table.elements);
   std::vector<Listener<floatX>> listeners;

@@ -10,6 +10,7 @@
 #include "mcf/listeners.cuh"
 #include "mcf/shadow.cuh"
 #include "runtime/checkpoint.h"
+#include "runtime/crc32.h"
 #include "runtime/model_file.h"
 #include "runtime/parameter.h"
 
@@ -137,19 +138,24 @@ class SavedStates {
   std::vector<std::unique_ptr<Safetensors>> files_;
 };
 
-// The weights of a model file, rounded to floatX, into a flat buffer whose padding is 0 and stays so.
+// The weights of a model file, rounded to floatX, into a flat buffer whose padding is 0 and stays so. Positions that
+// the model has not are left out. Returns the CRC-32 of what they have become.
 template <class floatX>
-void load_weights(floatX* params, const ModelFile& file, const std::vector<Parameter>& parameters, Device& device) {
+uint32_t load_weights(floatX* params, const ModelFile& file, const std::vector<Parameter>& parameters, Device& device) {
   std::vector<float> wide;
   std::vector<floatX> narrow;
+  uint32_t crc = 0;
   for (const Parameter& p : parameters)
     for (size_t first = 0, n; first < p.used(); first += n) {
       n = std::min(p.used() - first, size_t{1} << 20);
       wide.resize(n), narrow.resize(n);
       file.read(p.name, first, n, wide.data());
+#pragma omp parallel for
       for (size_t i = 0; i < n; i++) store(narrow[i], wide[i]);
       device.upload(params + p.begin + first, narrow.data(), n);
+      crc = crc32(narrow.data(), n * sizeof(floatX), crc);
     }
+  return crc;
 }
 
 // Puts a checkpoint back. Its states are of `stored`; the run's own optimizer, listeners[0], may have another
