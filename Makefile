@@ -9,7 +9,7 @@
 
 CUDA ?= auto
 GPU := $(shell nvidia-smi -L 2> /dev/null)
-ifneq ($(filter quickstart compare test tests check check-mutations check-report bench,$(MAKECMDGOALS)),)
+ifneq ($(filter quickstart compare test tests check check-mutations check-report check-faults bench,$(MAKECMDGOALS)),)
 ifeq ($(GPU),)
 CUDA := 0
 endif
@@ -47,13 +47,13 @@ COMPILE = env -u MAKEFLAGS -u MAKELEVEL cmake --build
 define RUN_TESTS
 	@echo "running the tests of $(1)$(if $(2), ($(2))); all output goes to $(1)/tests.log"
 	@OMP_WAIT_POLICY=passive ctest --test-dir $(1) --parallel $(JOBS) --output-on-failure --no-tests=error \
-	  $(or $(2),-LE 'races|mutation') > $(1)/tests.log 2>&1 || \
+	  $(or $(2),-LE 'races|mutation|faults') > $(1)/tests.log 2>&1 || \
 	  { grep -vE ' Passed +[0-9.]+ sec$$|^ +Start +[0-9]+:' $(1)/tests.log | tail -n 200; exit 1; }
 	@grep -E 'tests passed|Total Test time' $(1)/tests.log
 endef
 
 .PHONY: all setup configure tests test check check-sanitizers check-races check-mutations check-nvcc check-oracle \
-        check-report bench quickstart compare clean help
+        check-report check-faults bench quickstart compare clean help
 .NOTPARALLEL:
 .DEFAULT_GOAL := all
 
@@ -76,7 +76,7 @@ test: tests
 
 # The tests under sanitizers; races between CUDA threads (ThreadSanitizer); their barriers dropped one by one; what nvcc
 # makes of the kernels; the golden files made anew.
-check: setup check-sanitizers check-races check-mutations check-nvcc check-oracle check-report
+check: setup check-sanitizers check-races check-mutations check-nvcc check-oracle check-report check-faults
 
 check-sanitizers:
 	$(call CONFIGURE,$(ASAN),-DSANITIZE=address$(COMMA)undefined -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_CXX_FLAGS_RELWITHDEBINFO="-O1 -g1" -DWITH_CUDA=OFF)
@@ -91,6 +91,11 @@ check-races:
 check-mutations: configure
 	@$(COMPILE) $(BUILD) --parallel $(JOBS) --target simt_tests kernel_tests
 	$(call RUN_TESTS,$(BUILD),-L mutation)
+
+# Runs that are killed, starved of disk and told to stop, and go on; FAULTS_KILLS=200 is the long version.
+check-faults: configure
+	@$(COMPILE) $(BUILD) --parallel $(JOBS) --target train_gpt fault_shim
+	$(call RUN_TESTS,$(BUILD),-L faults)
 
 # Without nvcc the kernels go unchecked: an error where that would go unnoticed (CI), a line elsewhere.
 check-nvcc:
