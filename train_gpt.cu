@@ -749,7 +749,9 @@ void train(Options o, const ModelConfig& config, const std::optional<ModelFile>&
   Batch batch(B, T);
   Buffer<double> grad_norm(device, Memory::workspace, 1);  // on the device
   Stopwatch optimizer_watch(device);
-  int64_t updates = from.updates, bad_in_a_row = from.bad_steps_in_a_row, saved_step = -1;
+  int64_t updates = from.updates, saved_step = -1;
+  int64_t bad_in_a_row =
+      from.bad_steps_in_a_row < o.max_bad_steps ? from.bad_steps_in_a_row : 0;  // it stopped for them
   SpikeWindow losses(from.losses), grad_norms(from.grad_norms);
   // Copies the state after so many steps, for start_checkpoint(). Returns ms that training stood still.
   const auto copy_state = [&] {
@@ -770,7 +772,7 @@ void train(Options o, const ModelConfig& config, const std::optional<ModelFile>&
                flag_texts(o)};
     checkpoints.start(s, saved.model,
                       config_json(config, sizeof(floatX) == 2 ? "bfloat16" : "float32", data.eot(config.V)),
-                      saved.optimizer);
+                      o.zero || comm.rank() == 0 ? std::optional(saved.optimizer) : std::nullopt);
     saved_step = step;
   };
   watch_signals();

@@ -311,7 +311,8 @@ std::unique_ptr<Checkpoint> newest_checkpoint(const std::string& out) {
 // One that is being written.
 struct Checkpoints::Saving {
   RunState state;
-  std::vector<SavedTensor> model, optimizer;
+  std::vector<SavedTensor> model;
+  std::optional<std::vector<SavedTensor>> optimizer;
   std::string config;
   std::vector<Checkpoint::File> files;  // that this rank has written; in the end rank 0 has all
   std::string error;
@@ -354,7 +355,7 @@ void Checkpoints::join() {
 }
 
 void Checkpoints::start(const RunState& state, std::vector<SavedTensor> model, const std::string& config,
-                        std::vector<SavedTensor> optimizer) {
+                        std::optional<std::vector<SavedTensor>> optimizer) {
   finish();
   saving_ = std::make_unique<Saving>();
   saving_->state = state, saving_->config = config;
@@ -378,8 +379,8 @@ void Checkpoints::write() {
       saving_->files.push_back(write_safetensors(folder / "model.safetensors", saving_->model, true));
       saving_->files.push_back(write_text(folder / "config.json", saving_->config));
     }
-    if (!saving_->optimizer.empty())
-      saving_->files.push_back(write_safetensors(folder / optimizer_file(comm_.rank()), saving_->optimizer, false));
+    if (saving_->optimizer)
+      saving_->files.push_back(write_safetensors(folder / optimizer_file(comm_.rank()), *saving_->optimizer, false));
     if (comm_.ranks() == 1) return commit();
   } catch (const std::exception& e) {
     saving_->error = e.what();
@@ -420,7 +421,7 @@ void Checkpoints::poll() {
   std::string mine;
   if (done) {
     mine = saving_->error.empty() ? "+" : "-" + saving_->error;
-    if (!saving_->committing && saving_->error.empty() && !saving_->optimizer.empty())
+    if (!saving_->committing && saving_->error.empty() && saving_->optimizer)
       mine += strf("%lld %u", static_cast<long long>(saving_->files.back().bytes), saving_->files.back().crc);
   }
   const std::vector<std::string> all = comm_.gather_text(mine);

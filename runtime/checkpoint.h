@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -69,10 +70,10 @@ class Checkpoints {
   Checkpoints(const Checkpoints&) = delete;
 
   // Begins to write one, in the background. The tensors' memory must stay until the next start() or finish() has
-  // returned. model: from rank 0, and config the text of config.json; optimizer: of each rank, empty where it has none.
-  // Waits for the one before. Collective, as are the others.
+  // returned. model: from rank 0, and config the text of config.json. optimizer: of each rank that writes such a file,
+  // be it without tensors: the first, or all. Waits for the one before. Collective, as are the others.
   void start(const RunState& state, std::vector<SavedTensor> model, const std::string& config,
-             std::vector<SavedTensor> optimizer);
+             std::optional<std::vector<SavedTensor>> optimizer);
   // Once a step: says what has become of one that is being written.
   void poll();
   // Waits for it. false if the last one started was not written.

@@ -12,6 +12,7 @@ import tempfile
 import unittest
 
 import program
+from model_writer import Model
 from program import (PRECISIONS, T, TINY, ProgramTest, Run, data_flags, path, read_metrics, run, set_up, tear_down,
                      text_ids, trained, without_times, write_shard)
 
@@ -243,6 +244,52 @@ class Conversion(ResumeTest):
         said = resume(out, "--mcf=fused").stdout.decode()
         self.assertIn("--mcf strict -> fused", said)
         self.assertNotIn("rounded", said)
+
+
+class BadNumbers(ResumeTest):
+    def trained_from(self, name, change, *flags):
+        """A run from a model file with a weight changed, which must fail; its folder, stdout and stderr."""
+        model = Model()
+        change(model.weights)
+        folder, out = model.write_folder(path(name), "F32"), tempfile.mkdtemp(dir=program.WORK, prefix="bad_")
+        done = run("--model=" + folder, *data_flags(), "--batch-size=2", "--steps=12", "--val-every=0", "--out=" + out,
+                   "--checkpoint-every=2", *flags)
+        return out, done.returncode, done.stdout.decode(), done.stderr.decode()
+
+    def test_weights_that_are_not_finite_are_not_saved(self):
+        def spoil(weights):
+            weights["h.0.mlp.c_fc.weight"][5] = float("nan")
+        out, status, stdout, stderr = self.trained_from("nan_weights", spoil)
+        self.assertEqual(status, 1)
+        self.assertEqual(stderr.count("\n"), 1)
+        self.assertIn("step 5: 5 steps in a row", stderr)
+        self.assertIn("no checkpoint", stderr)
+        self.assertIn("first in the weights h.0.mlp.c_fc.weight", stdout)
+        steps = read_metrics(out + "/metrics.jsonl")[1:]
+        self.assertEqual([(s["step"], s["loss"], s["skipped"], s["skipped_steps"]) for s in steps],
+                         [(n, None, True, n) for n in range(1, 6)])
+        self.assertFalse(os.path.exists(out + "/checkpoints"))
+        self.assertIn("step 2: 2 steps", self.trained_from("nan_weights", spoil, "--max-bad-steps=2")[3])
+        _, status, stdout, _ = self.trained_from("nan_weights", spoil, "--max-bad-steps=0")
+        self.assertEqual((status, stdout.count("update skipped")), (0, 12))
+
+    def test_the_last_good_state_is_saved(self):
+        def spoil(weights):  # finite, but the logits' sums of products with it are not
+            weights["ln_f.weight"][:] = [2.0**127] * len(weights["ln_f.weight"])
+        out, status, stdout, stderr = self.trained_from("huge_weights", spoil)
+        self.assertEqual(status, 1)
+        self.assertIn("step 5: 5 steps in a row", stderr)
+        self.assertIn("first in the gradient of wte.weight", stdout)
+        self.assertEqual(state(out, 5)["updates"], 0)
+        done = resume(out, expect=1)  # it has five more
+        self.assertIn("step 10: 5 steps in a row", done.stderr.decode())
+        # Nothing of it has changed since the file was read.
+        model = Model()
+        spoil(model.weights)
+        with open(step_folder(out, 10) + "/model.safetensors", "rb") as f:
+            saved = f.read()
+        for _, _, _, data in model.tensors("BF16"):
+            self.assertIn(data, saved)
 
 
 if __name__ == "__main__":
