@@ -443,9 +443,8 @@ class Checkpoint:
         return tuple(file.tensors[name].elements if name in file.tensors else 0 for file in self.ranks)
 
     def check_shadow(self):
+        """The sample of the flag shadow may be empty; a rank that has some of it has all four of its tensors."""
         holders = [file for file in self.ranks if any(name in file.tensors for name in SHADOW)]
-        if not holders and self.flags.get("shadow", "0") != "0":
-            raise Problem(f"{self.ranks[0].path}: found no tensor {SHADOW[0]}, which the flag shadow asks for")
         for file in holders:
             for name in SHADOW:
                 self.expect(file, name, file.tensors.get(name), "F64")

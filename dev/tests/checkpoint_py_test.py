@@ -761,10 +761,6 @@ class Hostile(CheckpointTest):
             edit(folder, RANK1, lambda t: t.pop("ln_f.bias.v"))
         with self.broken(example(), RANK1, "found no tensor shadow.m") as folder:
             edit(folder, RANK1, lambda t: t.pop("shadow.m"))
-        with self.broken(whole, "shadow.start") as folder:
-            state = read_state(folder)
-            state["flags"]["shadow"] = "1024"
-            write_state(folder, state)
 
     def test_any_bytes(self):
         """Whatever is in a file, verify refuses it or finds it good; nothing else may happen."""
