@@ -7,7 +7,8 @@ import os
 import unittest
 
 import comm_test
-from program import PRECISIONS, ProgramTest, data_flags, run, set_up, tear_down, trained, TINY, Run
+import resume_test
+from program import PRECISIONS, ProgramTest, data_flags, read_metrics, run, set_up, tear_down, trained, TINY, Run
 
 GPU = ("--device=cuda", "--edq-every=1")
 CPU = ("--device=cpu", "--edq-every=1")
@@ -76,6 +77,21 @@ class Training(ProgramTest):
         r = trained(*GPU, "--steps=1", "--sample-every=1", "--sample-tokens=20", "--prompt=The", "--channels=34",
                     "--seq-len=15", "--batch-size=1")
         self.assertIn("The", r.stdout)
+
+
+class Checkpoints(resume_test.ResumeTest):
+    def test_a_resumed_run_is_the_uninterrupted_one(self):
+        for flags in [("--lockstep=bf16", "--shadow=4"), ("--precision=fp32",), ("--precision=bf16_int8",)]:
+            whole = resume_test.saved_run(*flags, *GPU, steps=4, every=2)
+            self.assertResumes(whole, 2, 4, "--device=cuda")
+
+    def test_what_one_device_saved_the_other_goes_on_with(self):
+        """The weights are the same; the forward pass adds in another order (see Training)."""
+        whole = resume_test.saved_run(*CPU, steps=4, every=2)
+        out = resume_test.stopped_at(whole, 2)
+        resume_test.resume(out, "--device=cuda", "--precision=fp32_master")
+        lines = read_metrics(out + "/metrics.jsonl")
+        self.assertClose(lines[3]["loss"], whole.steps[2]["loss"], 1e-3)
 
 
 class Ranks(comm_test.Ranks):
