@@ -147,6 +147,8 @@ std::string plan_text(const Plan& plan) {
   row("later", plan.memory.later, "at most, on a GPU: scratch of the kernels, whole pages");
   row("total", total,
       free >= 0 ? "fits: " + bytes_text(free) + " are left" : "does not fit: " + bytes_text(-free) + " too much");
+  row("checkpoint", plan.memory[Memory::weights] + plan.memory[Memory::states],
+      "about, on the disk, and of the host's memory for its copy");
 
   s += strf("\n%-16s %12s %12s %10s\n", "--recompute", "activations", "total", "largest B");
   for (const auto& r : plan.recompute)
