@@ -28,7 +28,7 @@ struct CheckpointTest : testing::Test {
   void start(Checkpoints& checkpoints, int64_t step) {
     const char* w = reinterpret_cast<const char*>(weights.data());
     checkpoints.start(state(step), {{"a", "F32", {2, 3}, w}, {"b", "F32", {3, 2}, w, true}}, "{}\n",
-                      {{"a.m", "F32", {3}, reinterpret_cast<const char*>(m.data())}});
+                      std::vector<SavedTensor>{{"a.m", "F32", {3}, reinterpret_cast<const char*>(m.data())}});
   }
   std::vector<std::string> names() const {
     std::vector<std::string> all;
