@@ -255,18 +255,31 @@ class Kills(FaultsTest):
 class Calls(FaultsTest):
     """Faults at each call that changes a file, by dev/tests/faults/shim.c."""
 
-    def with_fault(self, out, *more, at=0, do="", until="", folder="", env=None, **kwargs):
+    SAVES = ["--steps=6", "--checkpoint-every=2", "--keep-checkpoints=1"]
+
+    def with_fault(self, out, *more, at=0, do="", until="", folder=""):
         """Starts a run whose calls below `folder` of the run folder fail. Their log is left in out + ".log"."""
         variables = {"LD_PRELOAD": SHIM, "FAULT_FOLDER": f"{out}/{folder}", "FAULT_LOG": out + ".log"}
         if at:
             variables |= {"FAULT_AT": str(at), "FAULT_DO": do}
         if until:
             variables["FAULT_UNTIL"] = str(until)
-        return start(out, *more, env={**variables, **(env or {})}, **kwargs)
+        return start(out, *more, env=variables)
 
     def logged(self, out):
         with open(out + ".log", encoding="utf-8") as f:
             return [line.split()[0] for line in f]
+
+    def last_named(self, out):
+        """Step of the newest checkpoint that got its name before the process was killed: its folder was synced then."""
+        named = renamed = 0
+        with open(out + ".log", encoding="utf-8") as f:
+            for line in f:
+                if match := re.match(r"rename .*/\.saving_(\d+)$", line):
+                    renamed = int(match[1])
+                elif line.endswith("/checkpoints\n") and line.startswith("sync "):
+                    named = renamed
+        return named
 
     def calls(self, *more, folder=""):
         """The kinds of call of a run that nothing disturbs."""
@@ -277,8 +290,6 @@ class Calls(FaultsTest):
     def telling(self, kinds):
         """Numbers of the calls, without writes between other writes: a file has one a tensor."""
         return [i + 1 for i in range(len(kinds)) if set(kinds[max(0, i - 1):i + 2]) != {"write"}]
-
-    SAVES = ["--steps=6", "--checkpoint-every=2", "--keep-checkpoints=1"]
 
     def test_kill(self):
         """Before, after and in the middle of each call, metrics and clearing away included; then once more while it
@@ -298,6 +309,7 @@ class Calls(FaultsTest):
                     self.assertEqual(stderr, "")
                     counts["kills at a call" if status else "finished before the kill"] += 1
                     self.assertWhole(out)
+                    self.assertGreaterEqual((steps_of(out) or [0])[-1], self.last_named(out))
                     at = i % 8 + 1
                 self.resumed(out, reference(*self.SAVES).out, *self.SAVES)
             progress(i + 1, len(cases), "kills at a call")
@@ -418,7 +430,7 @@ class FullDisk(FaultsTest):
 
     def test_full_disk(self):
         """From no room for metrics.jsonl to room for several checkpoints."""
-        for i in range(6):
+        for i in range(max(6, KILLS // 10)):
             size = self.random.randrange(4096, 5 * self.size())
             with self.subTest(size=size), contextlib.closing(Disk(size)) as disk:
                 out = disk.folder + "/run"
@@ -563,8 +575,8 @@ class Ranks(FaultsTest):
     WAIT = {**ENV, "TRAIN_GPT_TIMEOUT": "30"}  # a rank that never comes is named within a minute too
 
     @classmethod
-    def over_tcp(cls, out, *more):
-        return comm_test.Torchrun(range(2), flags("--out=" + out, *cls.SHARED, *more), env=cls.WAIT)
+    def over_tcp(cls, out, *more, env=None):
+        return comm_test.Torchrun(range(2), flags("--out=" + out, *cls.SHARED, *more), env={**cls.WAIT, **(env or {})})
 
     @classmethod
     @functools.lru_cache(maxsize=None)
@@ -589,6 +601,14 @@ class Ranks(FaultsTest):
         self.assertSame(out, self.uninterrupted(zero)[0])
         counts["resumed on two ranks"] += 1
 
+    def assertNamed(self, victim, statuses, run):
+        """It was killed, and the other says so."""
+        self.assertEqual((statuses[victim], statuses[1 - victim]), (-signal.SIGKILL, 1))
+        lines = [line for line in run.stderr[1 - victim].splitlines() if "error: " in line]
+        self.assertEqual(len(lines), 1, run.stderr)
+        self.assertRegex(lines[0], rf"^train_gpt: error: rank {victim}\b")
+        counts["ranks killed"] += 1
+
     def test_one_is_killed(self):
         n = max(4, KILLS // 8)
         for i in range(n):
@@ -603,13 +623,41 @@ class Ranks(FaultsTest):
                 elif statuses[1 - victim] == 0:  # it had all it needed of the other
                     self.assertEqual(steps_of(out)[-1], STEPS)
                 else:
-                    self.assertEqual((statuses[victim], statuses[1 - victim]), (-signal.SIGKILL, 1))
-                    lines = [line for line in run.stderr[1 - victim].splitlines() if "error: " in line]
-                    self.assertEqual(len(lines), 1, run.stderr)
-                    self.assertRegex(lines[0], rf"^train_gpt: error: rank {victim}\b")
-                    counts["ranks killed"] += 1
+                    self.assertNamed(victim, statuses, run)
                 self.finish(out, zero)
             progress(i + 1, n, "runs with a rank killed")
+
+    def with_fault(self, out, do, file, *more):
+        """Two ranks, of which only one touches this file of the checkpoint of step 3."""
+        return self.over_tcp(out, *more, env={"LD_PRELOAD": SHIM, "FAULT_AT": "2", "FAULT_DO": do,
+                                              "FAULT_FOLDER": f"{out}/checkpoints/.saving_00000003/{file}"})
+
+    FILES = [("model.safetensors", 0), ("optimizer.rank0001", 1), ("state.json", 0)]  # and who writes them
+
+    @unittest.skipUnless(os.path.exists(SHIM), "no " + SHIM)
+    def test_one_is_killed_as_it_writes(self):
+        for file, victim in self.FILES:
+            out = new_folder()
+            with self.subTest(file=file):
+                run = self.with_fault(out, "kill", file, "--zero=1")
+                self.assertNamed(victim, run.wait(), run)
+                self.assertEqual(steps_of(out)[-1], 2)
+                self.finish(out, "--zero=1")
+
+    @unittest.skipUnless(os.path.exists(SHIM), "no " + SHIM)
+    def test_one_has_no_room(self):
+        """Its save fails for all, is told once, and training goes on."""
+        for file, writer in self.FILES:
+            out = new_folder()
+            with self.subTest(file=file):
+                run = self.with_fault(out, "ENOSPC", file, "--zero=1", "--keep-checkpoints=0")
+                self.assertEqual(run.wait(), [0, 0], run.stderr)
+                self.assertRegex("".join(run.stderr), r"^train_gpt: warning: checkpoint of step 3 not written: "
+                                 + ("rank 1: " if writer else "") + r".*No space.*; training goes on\n$")
+                self.assertEqual(steps_of(out), [1, 2, *range(4, STEPS + 1)])
+                self.assertNothingHalf(out)
+                self.assertWhole(out)
+                counts["saves that failed"] += 1
 
     def test_one_is_told_to_stop(self):
         for i in range(max(4, KILLS // 16)):
