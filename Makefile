@@ -5,6 +5,7 @@
 #   JOBS=n                  compile and test with n processes (default: one a core)
 #   QUICKSTART_STEPS=n      make quickstart trains n steps (default: about two minutes on 2 cores)
 #   COMPARE_STEPS=n         make compare trains each run for n steps (default: all in about six minutes on 2 cores)
+#   FUZZ_SECONDS=n          make check-fuzz runs each fuzzer for n seconds (default: 30)
 #   FLAGS="-DWITH_ONEDNN=OFF ..."  further options for CMake
 
 CUDA ?= auto
@@ -18,6 +19,7 @@ JOBS ?= $(shell nproc)
 QUICKSTART_STEPS ?=
 COMPARE_STEPS ?= 200
 COMPARED := fp32_master,fp32,fp32_optim,bf16,bf16_sr,bf16_int8,bf16_kahan,bf16_rem16,collage_light,collage_plus
+FUZZ_SECONDS ?= 30
 FLAGS ?=
 BUILD := $(if $(filter 0,$(CUDA)),build-cpu,build)
 WITH_CUDA := $(if $(filter 0,$(CUDA)),OFF,AUTO)
@@ -53,7 +55,7 @@ define RUN_TESTS
 endef
 
 .PHONY: all setup configure tests test check check-sanitizers check-races check-mutations check-nvcc check-oracle \
-        check-report check-faults bench quickstart compare clean help
+        check-report check-faults check-fuzz bench quickstart compare clean help
 .NOTPARALLEL:
 .DEFAULT_GOAL := all
 
@@ -76,7 +78,7 @@ test: tests
 
 # The tests under sanitizers; races between CUDA threads (ThreadSanitizer); their barriers dropped one by one; what nvcc
 # makes of the kernels; the golden files made anew.
-check: setup check-sanitizers check-races check-mutations check-nvcc check-oracle check-report check-faults
+check: setup check-sanitizers check-races check-mutations check-nvcc check-oracle check-report check-faults check-fuzz
 
 check-sanitizers:
 	$(call CONFIGURE,$(ASAN),-DSANITIZE=address$(COMMA)undefined -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_CXX_FLAGS_RELWITHDEBINFO="-O1 -g1" -DWITH_CUDA=OFF)
@@ -96,6 +98,11 @@ check-mutations: configure
 check-faults: configure
 	@$(COMPILE) $(BUILD) --parallel $(JOBS) --target train_gpt fault_shim
 	$(call RUN_TESTS,$(BUILD),-L faults)
+
+# Each reader of files that may hold anything, for FUZZ_SECONDS.
+check-fuzz:
+	@scripts/setup.sh --fuzz $(if $(DEPS),--prefix=.deps)
+	@dev/tests/fuzz_check.sh $(FUZZ_SECONDS)
 
 # Without nvcc the kernels go unchecked: an error where that would go unnoticed (CI), a line elsewhere.
 check-nvcc:
@@ -130,7 +137,7 @@ compare: setup all
 	  --warmup-steps=10 --beta2=0.999 --val-every=25 --val-sequences=64 --edq-every=2 --shadow=1024
 
 clean:
-	rm -rf build build-cpu $(ASAN) $(TSAN) train_gpt
+	rm -rf build build-cpu build-fuzz $(ASAN) $(TSAN) train_gpt
 
 help:
 	@echo "make              build ./train_gpt"
@@ -139,8 +146,8 @@ help:
 	@echo "make test         install packages, build, run all tests"
 	@echo "make check        all tests under sanitizers, races between CUDA threads, each of their barriers dropped"
 	@echo "                  in turn, nvcc's view of the kernels, golden files, the report in a browser; parts:"
-	@echo "                  check-sanitizers, -races, -mutations, -nvcc, -oracle, -report"
+	@echo "                  check-sanitizers, -races, -mutations, -nvcc, -oracle, -report, -faults, -fuzz"
 	@echo "make bench        benchmarks"
 	@echo "make setup        install packages only; without root: scripts/setup.sh --prefix=.deps"
 	@echo "make clean        remove what was built; data/ and runs/ stay"
-	@echo "Variables: CUDA=0, JOBS=n, QUICKSTART_STEPS=n, COMPARE_STEPS=n, FLAGS=... (see the top of the Makefile)"
+	@echo "Variables: CUDA=0, JOBS=n, QUICKSTART_STEPS=n, COMPARE_STEPS=n, FUZZ_SECONDS=n, FLAGS=... (see the top of the Makefile)"

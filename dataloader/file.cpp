@@ -12,6 +12,20 @@
 
 #include "runtime/error.h"
 
+#if __has_include(<sanitizer/asan_interface.h>)
+#include <sanitizer/asan_interface.h>
+#else
+#define ASAN_POISON_MEMORY_REGION(begin, bytes) ((void)(begin), (void)(bytes))
+#define ASAN_UNPOISON_MEMORY_REGION(begin, bytes) ((void)(begin), (void)(bytes))
+#endif
+
+// What the last page of a mapped file holds beyond its end. It reads as zeros, which would hide a reader that goes on
+// too far: AddressSanitizer is told that it is not there.
+static size_t rest_of_page(int64_t size) {
+  const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  return (page - static_cast<size_t>(size) % page) % page;
+}
+
 File::File(const std::string& path, const std::string& who) {
   // O_NONBLOCK: opening a pipe must not wait for a writer. It means nothing for regular files.
   fd_ = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
@@ -55,10 +69,13 @@ MappedFile::MappedFile(const std::string& path, const std::string& who) {
   void* map = mmap(nullptr, static_cast<size_t>(size_), PROT_READ, MAP_SHARED, file.fd(), 0);
   if (map == MAP_FAILED) RUN_ERROR("%s: cannot be mapped: %s", who.c_str(), strerror(errno));
   data_ = static_cast<const char*>(map);
+  ASAN_POISON_MEMORY_REGION(data_ + size_, rest_of_page(size_));
 }
 
 MappedFile::~MappedFile() {
-  if (data_) munmap(const_cast<char*>(data_), static_cast<size_t>(size_));
+  if (!data_) return;
+  ASAN_UNPOISON_MEMORY_REGION(data_ + size_, rest_of_page(size_));
+  munmap(const_cast<char*>(data_), static_cast<size_t>(size_));
 }
 
 MappedFile::MappedFile(MappedFile&& other) noexcept

@@ -8,9 +8,7 @@
 #include <bit>
 #include <cerrno>
 #include <cstring>
-#include <utility>
 
-#include "dataloader/file.h"
 #include "runtime/error.h"
 
 static_assert(std::endian::native == std::endian::little, "shards are little endian");
@@ -18,20 +16,21 @@ static_assert(std::endian::native == std::endian::little, "shards are little end
 constexpr int64_t kHeaderBytes = 256 * 4;
 constexpr const char* kHint = "python3 scripts/prepare_data.py makes shards from text";
 
-Shard::Shard(const std::string& path, const std::string& who) : path_(path) {
+Shard::Shard(const std::string& path, const std::string& who)
+    : path_(path), file_(path, who + ": " + printable(path)) {
   const std::string where = who + ": " + printable(path);
-  const File file(path, where);
   int32_t header[256] = {};
-  const int64_t got = file.read(header, kHeaderBytes, where);
+  const int64_t bytes = file_.size(), got = std::min(bytes, kHeaderBytes);
+  if (got > 0) memcpy(header, file_.data(), static_cast<size_t>(got));
   const std::string start = first_bytes(header, got);
   const bool narrow = header[0] == 20240520, wide = header[0] == 20240801;
   if (got < 4 || (!narrow && !wide)) {
     RUN_ERROR("%s: not a token shard: %lld bytes, %s; expected magic 20240520 (88 d8 34 01) or 20240801 (a1 d9 34 01); "
-              "%s", where.c_str(), static_cast<long long>(file.size()), start.c_str(), kHint);
+              "%s", where.c_str(), static_cast<long long>(bytes), start.c_str(), kHint);
   }
   if (got < kHeaderBytes) {
     RUN_ERROR("%s: cut short: %lld bytes, expected a header of 1024 and tokens; %s", where.c_str(),
-              static_cast<long long>(file.size()), kHint);
+              static_cast<long long>(bytes), kHint);
   }
   if (header[1] != (narrow ? 1 : 7)) {
     RUN_ERROR("%s: version %d of the shard format, expected %d for magic %d; %s", where.c_str(), header[1],
@@ -39,17 +38,16 @@ Shard::Shard(const std::string& path, const std::string& who) : path_(path) {
   }
   token_bytes_ = narrow ? 2 : 4;
   tokens_ = header[2];
-  bytes_ = file.size();
   if (tokens_ <= 0) {
     RUN_ERROR("%s: its header states %lld tokens, its %lld bytes hold %lld; expected at least 1; %s", where.c_str(),
-              static_cast<long long>(tokens_), static_cast<long long>(bytes_),
-              static_cast<long long>((bytes_ - kHeaderBytes) / token_bytes_), kHint);
+              static_cast<long long>(tokens_), static_cast<long long>(bytes),
+              static_cast<long long>((bytes - kHeaderBytes) / token_bytes_), kHint);
   }
   const int64_t expected = kHeaderBytes + tokens_ * token_bytes_;
-  if (bytes_ != expected) {
+  if (bytes != expected) {
     RUN_ERROR("%s: %s: %lld bytes, but its header states %lld tokens of %d bytes, which makes %lld; copy it again, or "
-              "make it anew: %s", where.c_str(), bytes_ < expected ? "cut short" : "too long",
-              static_cast<long long>(bytes_), static_cast<long long>(tokens_), token_bytes_,
+              "make it anew: %s", where.c_str(), bytes < expected ? "cut short" : "too long",
+              static_cast<long long>(bytes), static_cast<long long>(tokens_), token_bytes_,
               static_cast<long long>(expected), kHint);
   }
   vocab_size_ = header[3];
@@ -58,20 +56,7 @@ Shard::Shard(const std::string& path, const std::string& who) : path_(path) {
               static_cast<long long>(vocab_size_), kHint);
   }
   tokenizer_crc_ = static_cast<uint32_t>(header[4]);
-
-  void* map = mmap(nullptr, static_cast<size_t>(bytes_), PROT_READ, MAP_SHARED, file.fd(), 0);
-  if (map == MAP_FAILED) RUN_ERROR("%s: cannot be mapped: %s", where.c_str(), strerror(errno));
-  map_ = static_cast<const char*>(map);
 }
-
-Shard::~Shard() {
-  if (map_) munmap(const_cast<char*>(map_), static_cast<size_t>(bytes_));
-}
-
-Shard::Shard(Shard&& other) noexcept
-    : path_(std::move(other.path_)), map_(std::exchange(other.map_, nullptr)), bytes_(other.bytes_),
-      tokens_(other.tokens_), token_bytes_(other.token_bytes_), vocab_size_(other.vocab_size_),
-      tokenizer_crc_(other.tokenizer_crc_) {}
 
 // The largest of n ids: an integer maximum, which compilers vectorise.
 template <typename Id>
@@ -133,8 +118,8 @@ static void check_ids(const Shard& shard, const char* map, int64_t vocab_size, c
 }
 
 void Shard::check_tokens(int64_t vocab_size, const std::string& who) const {
-  if (token_bytes_ == 2) check_ids<uint16_t>(*this, map_, vocab_size, who);
-  else check_ids<uint32_t>(*this, map_, vocab_size, who);
+  if (token_bytes_ == 2) check_ids<uint16_t>(*this, file_.data(), vocab_size, who);
+  else check_ids<uint32_t>(*this, file_.data(), vocab_size, who);
 }
 
 template <typename Id>
@@ -146,7 +131,7 @@ static void widen(const char* ids, int64_t n, int32_t* out) {
 void Shard::copy(int64_t first, int64_t n, int32_t* out) const {
   CHECK(first >= 0 && n >= 0 && first + n <= tokens_, "%s: tokens %lld..%lld of %lld", path_.c_str(),
         static_cast<long long>(first), static_cast<long long>(first + n), static_cast<long long>(tokens_));
-  const char* ids = map_ + kHeaderBytes + first * token_bytes_;
+  const char* ids = file_.data() + kHeaderBytes + first * token_bytes_;
   if (token_bytes_ == 2) widen<uint16_t>(ids, n, out);
   else widen<uint32_t>(ids, n, out);
 }

@@ -9,14 +9,12 @@
 #include <cstdint>
 #include <string>
 
+#include "dataloader/file.h"
+
 class Shard {
  public:
   // Maps the file and checks its header against its size. who: what messages begin with, the flag that named the file.
   Shard(const std::string& path, const std::string& who);
-  ~Shard();
-  Shard(Shard&& other) noexcept;
-  Shard(const Shard&) = delete;
-  Shard& operator=(const Shard&) = delete;
 
   const std::string& path() const { return path_; }
   int64_t tokens() const { return tokens_; }
@@ -31,8 +29,7 @@ class Shard {
 
  private:
   std::string path_;
-  const char* map_ = nullptr;  // the whole file
-  int64_t bytes_ = 0;
+  MappedFile file_;
   int64_t tokens_ = 0;
   int token_bytes_ = 2;
   int64_t vocab_size_ = 0;

@@ -6,10 +6,12 @@
 #                                     the Makefile then uses them (CMake: -DDEPS=$PWD/.deps)
 #   scripts/setup.sh --oracle         also what regenerates the tests' golden files (PyTorch)
 #   scripts/setup.sh --browser        also the headless browser that make check looks at reports with
+#   scripts/setup.sh --fuzz           also the compiler that make check builds fuzzers with
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-# package | what shows that it is there: a command, a header below include/ or a Python module | needed or wanted | for
+# package | what shows that it is there: a command, a header below include/, a library of clang's or a Python module |
+# needed or wanted | for
 PACKAGES='
 g++                |command g++                   |needed|the compiler
 make               |command make                  |needed|the short commands
@@ -33,6 +35,10 @@ python3-numpy      |module  numpy                 |needed|regenerating the golde
 BROWSER='
 chromium-headless-shell|command chromium-headless-shell|wanted|checking the report page in a browser
 '
+FUZZ='
+clang              |command clang++               |wanted|fuzzing the readers of files
+libclang-rt-dev    |clang   libclang_rt.fuzzer*.a |wanted|fuzzing the readers of files
+'
 
 PREFIX=
 for ARG in "$@"; do
@@ -40,8 +46,9 @@ for ARG in "$@"; do
     --prefix=?*) PREFIX=${ARG#--prefix=} ;;
     --oracle) PACKAGES+=$ORACLE ;;
     --browser) PACKAGES+=$BROWSER ;;
-    -h|--help) sed -n '2,9s/^# \{0,1\}//p' "$0"; exit 0 ;;
-    *) echo "setup.sh: error: unknown argument '$ARG'; expected --prefix=FOLDER, --oracle or --browser" >&2; exit 2 ;;
+    --fuzz) PACKAGES+=$FUZZ ;;
+    -h|--help) sed -n '2,10s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    *) echo "setup.sh: error: unknown argument '$ARG'; expected --prefix=FOLDER, --oracle, --browser or --fuzz" >&2; exit 2 ;;
   esac
 done
 if [ -n "$PREFIX" ]; then
@@ -53,6 +60,8 @@ there() {  # package kind name
   case $2 in
     command) command -v "$3" > /dev/null && return ;;
     header) for DIR in /usr/include /usr/local/include; do [ -e "$DIR/$3" ] && return; done ;;
+    clang) compgen -G "/usr/lib/llvm-*/lib/clang/*/lib/*/$3" > /dev/null && return
+           [ -n "$PREFIX" ] && compgen -G "$PREFIX/usr/lib/llvm-*/lib/clang/*/lib/*/$3" > /dev/null && return ;;
     module) /usr/bin/python3 -c "import importlib.util, sys; sys.exit(not importlib.util.find_spec('$3'))" \
               2> /dev/null && return ;;
   esac
