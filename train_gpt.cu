@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <csignal>
 #include <cstdio>
 #include <memory>
 #include <numbers>
@@ -634,9 +635,10 @@ void train(Options o, const ModelConfig& config, const std::optional<ModelFile>&
           static_cast<long long>(data.train->sequences()), static_cast<long long>(step_sequences));
   }
   const RunState from = resumed.checkpoint ? resumed.checkpoint->state : RunState();
-  if (resumed.checkpoint && data.train->identity() != from.data)
+  const std::string trained_on = o.eval_only ? "" : data.train->identity();
+  if (resumed.checkpoint && trained_on != from.data)
     USAGE_ERROR("--train-data: found %s, the checkpoint was trained on %s; expected the same shards, wherever they are",
-                data.train->identity().c_str(), in_quotes(from.data).c_str());
+                trained_on.c_str(), in_quotes(from.data).c_str());
   if (from.step >= o.steps && from.step > 0) {
     Checkpoints(o.out, o.keep_checkpoints, true, comm);  // removes what a killed run had begun
     printf("nothing left to do: %s of %s steps are done; more with --steps\n", human_count(from.step).c_str(),
@@ -765,7 +767,7 @@ void train(Options o, const ModelConfig& config, const std::optional<ModelFile>&
                updates,
                listeners[0].precision.precision,
                listeners[0].precision.mode,
-               data.train->identity(),
+               trained_on,
                bad_in_a_row,
                losses.values(),
                grad_norms.values(),
@@ -933,8 +935,8 @@ void train(Options o, const ModelConfig& config, const std::optional<ModelFile>&
               static_cast<long long>(step), static_cast<long long>(bad_in_a_row), where.c_str());
   if (saved_step == step && !written) RUN_ERROR("step %lld, the last: %s", static_cast<long long>(step), where.c_str());
   if (asked.stop)
-    printf("stopped by SIG%s after step %lld of %lld; %s\n", sigabbrev_np(asked.stop), static_cast<long long>(step),
-           static_cast<long long>(o.steps), where.c_str());
+    printf("stopped by %s after step %lld of %lld; %s\n", asked.stop == SIGINT ? "SIGINT" : "SIGTERM",
+           static_cast<long long>(step), static_cast<long long>(o.steps), where.c_str());
 }
 
 void run(int argc, char** argv, Comm& comm) {
