@@ -528,13 +528,6 @@ std::vector<int32_t> sample(GPT<floatX>& model, std::vector<int32_t> tokens, con
 // ---------------------------------------------------------------------------------------------------------------------
 // The run.
 
-// What --resume goes on from.
-struct Resumed {
-  std::unique_ptr<Checkpoint> checkpoint;  // null: the run begins anew
-  PrecisionName stored;                    // what its weights and states are in
-  std::vector<std::string> changes;        // of flags, for the header
-};
-
 // What the kernels of a GPU ask Device::scratch for, at most: its slots 0 and 1, and cuBLASLt's.
 int64_t kernel_scratch_bytes(const ModelConfig& c, int B, int T, size_t n_blocks) {
   const int BT = B * T;
@@ -682,8 +675,6 @@ void train(Options o, const ModelConfig& config, const std::optional<ModelFile>&
   const double step_flops = 6.0 * static_cast<double>(model.table.count) * static_cast<double>(o.total_batch_tokens);
 
   std::string rounded;  // lines
-  const bool converted =
-      resumed.checkpoint && (resumed.stored.precision != now_in.precision || resumed.stored.mode != now_in.mode);
   if (resumed.checkpoint) {
     resumed.checkpoint->verify(comm.rank(), comm.ranks());
     comm.gather(0);  // all files are as they were written
@@ -700,7 +691,7 @@ void train(Options o, const ModelConfig& config, const std::optional<ModelFile>&
   Metrics metrics(comm.rank() == 0 ? o.out : "", from.step);
   Checkpoints checkpoints(o.eval_only ? "" : o.out, o.keep_checkpoints, from.step > 0, comm);
   Report report(metrics.path());
-  std::vector<std::string> output, resumption;
+  std::vector<std::string> output;
   if (!o.out.empty()) output = {metrics.path(), report.path() + ", for a browser"};
   for (const auto& path : {metrics.moved_to(), checkpoints.moved_to()})
     if (!path.empty()) output.push_back("an earlier run's are now in " + path);
@@ -709,17 +700,11 @@ void train(Options o, const ModelConfig& config, const std::optional<ModelFile>&
                           human_count(o.checkpoint_every).c_str(),
                           o.keep_checkpoints ? human_count(o.keep_checkpoints).c_str() : "all",
                           human_bytes(static_cast<double>(saved.bytes())).c_str()));
-  if (resumed.checkpoint) {
-    resumption = resumed.changes;
-    resumption.insert(resumption.begin(), resumed.checkpoint->folder);
-    if (converted) resumption.push_back("from " + resumed.stored.text + rounded);
-  } else if (o.resume) {
-    resumption = {"nothing: no checkpoint in " + o.out + " yet"};
-  }
   print_header({o, config, file, data, device, comm, devices, why_no_gpu, peak, model.table.count,
                 strf("%s%s: %s, %d bytes a parameter with its gradient", now_in.precision.c_str(),
                      now_in.mode == "strict" ? "" : (" " + now_in.mode).c_str(), meaning, precision.total()),
-                sizeof(floatX) == 2, step_sequences, allocated, output, resumption, now() - start});
+                sizeof(floatX) == 2, step_sequences, allocated, output, resumed.lines(o, now_in, rounded),
+                now() - start});
 
   Record run;
   run.add("command", command).add("version", version()).add("precision", o.precision);
@@ -890,7 +875,8 @@ void train(Options o, const ModelConfig& config, const std::optional<ModelFile>&
     if (peak > 0) r.add("mfu", step_flops / seconds / peak);
     if (!finite || spike) r.add("skipped", true).add("skipped_steps", step + 1 - updates);
     r.add_if_computed("loss_z", loss_z).add_if_computed("grad_norm_z", norm_z);
-    if (step == to.step || (step == from.step && converted)) r.add("switched_to", listeners[0].precision.text);
+    if (step == to.step || (step == from.step && resumed.converts(now_in)))
+      r.add("switched_to", listeners[0].precision.text);
     for (const auto& field : details.fields) r.fields.push_back(field);
     StepLine line{step + 1,
                   o.steps,
@@ -979,12 +965,7 @@ void run(int argc, char** argv, Comm& comm) {
     if (*set) comm.require_same("data", strf("%s, vocabulary %d", describe(**set).c_str(), config.V));
   Device device(cuda ? DeviceKind::cuda : DeviceKind::cpu, cuda ? comm.local_rank() % gpus : 0,
                 comm.threads(o.threads));
-  // What it was switched to, unless another one is asked for.
-  const bool other_precision = std::any_of(resumed.changes.begin(), resumed.changes.end(), [](const auto& change) {
-    return change.starts_with("--precision ") || change.starts_with("--mcf ");
-  });
-  const PrecisionName now_in =
-      resumed.checkpoint && !other_precision ? resumed.stored : PrecisionName{o.precision, o.precision, o.mcf};
+  const PrecisionName now_in = resumed.precision(o);
   with_strategy(now_in.precision, now_in.mode, [&]<class S>() {
     train<typename S::Theta>(o, config, file, data, resumed, now_in, command_line(argc, argv), precision_bytes<S>(),
                              S::meaning, why_no_gpu, device, comm);

@@ -211,3 +211,30 @@ std::string restore_run(const Checkpoint& checkpoint, const PrecisionName& store
   }
   return stored.precision == listeners[0].precision.precision ? "" : changes_text(changes, comm);
 }
+
+// What --resume goes on from.
+struct Resumed {
+  std::unique_ptr<Checkpoint> checkpoint;  // null: the run begins anew
+  PrecisionName stored;                    // what its weights and states are in
+  std::vector<std::string> changes;        // of flags, as take_flags() has them
+
+  // What the run trains in: what it was switched to, unless another precision is asked for.
+  PrecisionName precision(const Options& o) const {
+    const bool asked = std::any_of(changes.begin(), changes.end(), [](const std::string& change) {
+      return change.starts_with("--precision ") || change.starts_with("--mcf ");
+    });
+    return checkpoint && !asked ? stored : PrecisionName{o.precision, o.precision, o.mcf};
+  }
+  bool converts(const PrecisionName& to) const {
+    return checkpoint && (stored.precision != to.precision || stored.mode != to.mode);
+  }
+  // For the header. rounded: what restore_run() returned.
+  std::vector<std::string> lines(const Options& o, const PrecisionName& to, const std::string& rounded) const {
+    if (!checkpoint && o.resume) return {"nothing: no checkpoint in " + o.out + " yet"};
+    if (!checkpoint) return {};
+    std::vector<std::string> lines = changes;
+    lines.insert(lines.begin(), checkpoint->folder);
+    if (converts(to)) lines.push_back("from " + stored.text + rounded);
+    return lines;
+  }
+};
