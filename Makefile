@@ -10,7 +10,7 @@
 
 CUDA ?= auto
 GPU := $(shell nvidia-smi -L 2> /dev/null)
-ifneq ($(filter quickstart compare test tests check check-mutations check-report check-faults bench,$(MAKECMDGOALS)),)
+ifneq ($(filter quickstart compare test tests check check-mutations check-report check-faults check-transformers bench,$(MAKECMDGOALS)),)
 ifeq ($(GPU),)
 CUDA := 0
 endif
@@ -55,7 +55,7 @@ define RUN_TESTS
 endef
 
 .PHONY: all setup configure tests test check check-sanitizers check-races check-mutations check-nvcc check-oracle \
-        check-report check-faults check-fuzz bench quickstart compare clean help
+        check-report check-faults check-fuzz check-transformers bench quickstart compare clean help
 .NOTPARALLEL:
 .DEFAULT_GOAL := all
 
@@ -78,7 +78,8 @@ test: tests
 
 # The tests under sanitizers; races between CUDA threads (ThreadSanitizer); their barriers dropped one by one; what nvcc
 # makes of the kernels; the golden files made anew.
-check: setup check-sanitizers check-races check-mutations check-nvcc check-oracle check-report check-faults check-fuzz
+check: setup check-sanitizers check-races check-mutations check-nvcc check-oracle check-report check-faults check-fuzz \
+       check-transformers
 
 check-sanitizers:
 	$(call CONFIGURE,$(ASAN),-DSANITIZE=address$(COMMA)undefined -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_CXX_FLAGS_RELWITHDEBINFO="-O1 -g1" -DWITH_CUDA=OFF)
@@ -103,6 +104,11 @@ check-faults: configure
 check-fuzz:
 	@scripts/setup.sh --fuzz $(if $(DEPS),--prefix=.deps)
 	@dev/tests/fuzz_check.sh $(FUZZ_SECONDS)
+
+# Models go to transformers and come back, bit for bit; the library is installed into the build folder.
+check-transformers: configure
+	@$(COMPILE) $(BUILD) --parallel $(JOBS) --target train_gpt logits
+	@dev/tests/transformers_check.sh $(BUILD)
 
 # Without nvcc the kernels go unchecked: an error where that would go unnoticed (CI), a line elsewhere.
 check-nvcc:
@@ -146,7 +152,8 @@ help:
 	@echo "make test         install packages, build, run all tests"
 	@echo "make check        all tests under sanitizers, races between CUDA threads, each of their barriers dropped"
 	@echo "                  in turn, nvcc's view of the kernels, golden files, the report in a browser; parts:"
-	@echo "                  check-sanitizers, -races, -mutations, -nvcc, -oracle, -report, -faults, -fuzz"
+	@echo "                  check-sanitizers, -races, -mutations, -nvcc, -oracle, -report, -faults, -fuzz,"
+	@echo "                  -transformers"
 	@echo "make bench        benchmarks"
 	@echo "make setup        install packages only; without root: scripts/setup.sh --prefix=.deps"
 	@echo "make clean        remove what was built; data/ and runs/ stay"

@@ -4,7 +4,7 @@
 #   scripts/setup.sh                  with apt (sudo when not root); on other systems it prints what is missing
 #   scripts/setup.sh --prefix=.deps   without root: downloads the Debian or Ubuntu packages and unpacks them there;
 #                                     the Makefile then uses them (CMake: -DDEPS=$PWD/.deps)
-#   scripts/setup.sh --oracle         also what regenerates the tests' golden files (PyTorch)
+#   scripts/setup.sh --oracle         also what regenerates the tests' golden files, and runs transformers (PyTorch)
 #   scripts/setup.sh --browser        also the headless browser that make check looks at reports with
 #   scripts/setup.sh --fuzz           also the compiler that make check builds fuzzers with
 set -euo pipefail
@@ -30,6 +30,7 @@ git                |command git                   |wanted|the version that logs 
 ORACLE='
 python3-torch      |module  torch                 |needed|regenerating the golden files
 python3-numpy      |module  numpy                 |needed|regenerating the golden files
+python3-venv       |module  ensurepip             |wanted|loading checkpoints in transformers
 '
 
 BROWSER='
