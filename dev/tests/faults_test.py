@@ -230,7 +230,8 @@ class Kills(FaultsTest):
         kills = runs = 0
         while kills < KILLS and runs < 10 * KILLS:
             p = runs % len(PRECISIONS)
-            more = ["--precision=" + PRECISIONS[p], f"--checkpoint-every={p % 3 + 1}", f"--keep-checkpoints={p // 2 % 3}"]
+            more = ["--precision=" + PRECISIONS[p], f"--checkpoint-every={p % 3 + 1}",
+                    f"--keep-checkpoints={p // 2 % 3}"]
             expected, out = reference(*more), new_folder()
             runs += 1
             with self.subTest(run=runs, flags=more):
@@ -322,7 +323,7 @@ class Calls(FaultsTest):
         self.assertSame(out, reference(*self.SAVES).out)
 
     def test_errors(self):
-        """Of a full disk, a quota, a device, a file system that turned read-only: at one call, for a while, for good."""
+        """A full disk, a quota, a device, a file system that turned read-only: at one call, for a while, for good."""
         more = ["--steps=6", "--checkpoint-every=2", "--keep-checkpoints=0"]
         kinds = self.calls(*more, folder="checkpoints")
         cases = [(error, at, last) for at in self.telling(kinds) for error in ["ENOSPC", "EDQUOT", "EIO", "EROFS"]
@@ -848,7 +849,7 @@ class Spoilt(FaultsTest):
                 self.refused(name, bytes(spoilt), at=at, bit=bit)
 
     def test_headers_under_right_checksums(self):
-        """Bytes of the safetensors headers and their lengths changed, and the files cut, with state.json made to fit."""
+        """Bytes of safetensors headers and their lengths changed, and the files cut, with state.json made to fit."""
         for name in ["model.safetensors", "optimizer.rank0000.safetensors"]:
             data = self.files[name]
             header = 8 + int.from_bytes(data[:8], "little")
