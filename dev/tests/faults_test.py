@@ -370,6 +370,7 @@ class Calls(FaultsTest):
                     until(lambda: lines_of(out) > 2, process)
                     process.send_signal(number)
                     self.assertTrue(until(lambda: state_of(process) == "T", process))
+                    time.sleep(.15)  # sooner it would be the first one's echo
                     process.send_signal(number)
                     process.send_signal(signal.SIGCONT)
                     status, stderr = end(process)
