@@ -146,7 +146,7 @@ class StateReader {
   StateReader(const fs::path& folder) : who_((folder / "state.json").string()) {
     const MappedFile file(who_, "--resume: " + printable(who_));
     who_ = "--resume: " + printable(who_);
-    constexpr int64_t most = int64_t{16} << 20;
+    constexpr int64_t most = int64_t{1} << 20;  // thousands of ranks; parsed, nested lists take 75 times their bytes
     if (file.size() > most) RUN_ERROR("%s: %lld bytes, expected a few thousand", who_.c_str(), (long long)file.size());
     const std::string text(file.data(), static_cast<size_t>(file.size()));
     const size_t end = std::min(text.rfind(checksum_key), text.size());
