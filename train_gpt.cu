@@ -653,7 +653,9 @@ void train(Options o, const ModelConfig& config, const std::optional<ModelFile>&
   if (device.is_cuda())
     require_memory(o, precision, memory_planner(config, parameter_table(config, false), comm.ranks()),
                    device.free_bytes());
-  GPT<floatX> model(config, B, T, recompute_level(o.recompute), file ? std::nullopt : std::optional(o.seed), device);
+  const bool random_weights = !file && !resumed.checkpoint;
+  GPT<floatX> model(config, B, T, recompute_level(o.recompute), random_weights ? std::optional(o.seed) : std::nullopt,
+                    device);
   if (file)
     comm.require_same("weights",
                       strf("%08x (CRC-32)", load_weights(model.params(), *file, model.table.parameters, device)));

@@ -145,7 +145,7 @@ class Transformers(ProgramTest):
                            "--lr=0", "--val-every=0"))
                 back = os.path.join(run.out, "checkpoints", "step_00000001", "model.safetensors")
                 with open(back, "rb") as a, open(os.path.join(folder, "model.safetensors"), "rb") as b:
-                    self.assertEqual(a.read(), b.read())
+                    self.assertTrue(a.read() == b.read(), back)
 
 
 if __name__ == "__main__":
