@@ -59,6 +59,8 @@ struct FullValues {
 
 template <class S>
 using Stored = decltype(std::tuple_cat(std::tuple<typename S::Theta>(), typename S::States()));
+template <class S>
+constexpr bool v_has_low_part = std::tuple_size_v<typename S::States> > S::second_moment + 1;
 
 // Arrays of n elements each, of zeros.
 template <class S>
@@ -87,8 +89,7 @@ FullValues full_values(const StateSlice& slice) {
     full.weight[i] = S::value(to_float(array.template operator()<0>()[i]), to_float(array.template operator()<1>()[i]));
     full.m[i] = to_float(array.template operator()<v - 1>()[i]);
     full.v[i] = to_float(array.template operator()<v>()[i]);
-    if constexpr (std::tuple_size_v < Stored < S >>> v + 1)
-      full.v[i] += to_float(array.template operator()<v + 1>()[i]);
+    if constexpr (v_has_low_part<S>) full.v[i] += to_float(array.template operator()<v + 1>()[i]);
   }
   return full;
 }
@@ -109,7 +110,7 @@ StateSlice stored_values(const FullValues& full) {
     store(array.template operator()<v - 1>()[i], static_cast<float>(full.m[i]));
     auto& high = array.template operator()<v>()[i];
     store(high, static_cast<float>(full.v[i]));
-    if constexpr (std::tuple_size_v < Stored < S >>> v + 1)
+    if constexpr (v_has_low_part<S>)
       store(array.template operator()<v + 1>()[i], static_cast<float>(full.v[i] - to_float(high)));
   }
   return slice;

@@ -46,7 +46,7 @@ struct Options {
   double weight_decay = 0.1;
   double grad_clip = 1.0;  // 0 = off
   uint64_t seed = 1337;
-  int zero = 0;  // 1: each rank holds the optimizer states of its shard only
+  int zero = 0;               // 1: each rank holds the optimizer states of its shard only
   int64_t max_bad_steps = 5;  // in a row without a finite loss and gradient; 0 = never stop
   double skip_spikes = 0;     // z-score of loss or gradient norm; 0 = off
 
@@ -59,13 +59,13 @@ struct Options {
   bool eval_only = false;
 
   // Output.
-  std::string out;                // run folder; "" = nothing is written
-  int64_t checkpoint_every = 0;   // 0 = never
-  int64_t keep_checkpoints = 2;   // 0 = all
-  bool resume = false;            // from the newest checkpoint in out
-  int64_t edq_every = -1;  // 0 = never; -1 = not given: 10 on a GPU, 1 on the CPU
-  int64_t shadow = -1;     // one weight in so many; 0 = none; -1 = not given: 1024 with lockstep, else none
-  std::string lockstep;    // precisions, separated by commas; "" = none
+  std::string out;               // run folder; "" = nothing is written
+  int64_t checkpoint_every = 0;  // 0 = never
+  int64_t keep_checkpoints = 2;  // 0 = all
+  bool resume = false;           // from the newest checkpoint in out
+  int64_t edq_every = -1;        // 0 = never; -1 = not given: 10 on a GPU, 1 on the CPU
+  int64_t shadow = -1;           // one weight in so many; 0 = none; -1 = not given: 1024 with lockstep, else none
+  std::string lockstep;          // precisions, separated by commas; "" = none
 
   // The plan: printed instead of a run.
   bool plan = false;
