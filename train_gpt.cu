@@ -638,6 +638,7 @@ void train(Options o, const ModelConfig& config, const std::optional<ModelFile>&
            human_count(o.steps).c_str());
     return;
   }
+  if (resumed.checkpoint) require_whole(*resumed.checkpoint, config, comm);
   if (o.edq_every < 0) o.edq_every = device.is_cuda() ? 10 : 1;
   if (o.shadow < 0) o.shadow = o.lockstep.empty() ? 0 : 1024;
   if (o.edq_every == 0 && (o.shadow || !o.lockstep.empty()))
@@ -678,9 +679,7 @@ void train(Options o, const ModelConfig& config, const std::optional<ModelFile>&
 
   std::string rounded;  // lines
   if (resumed.checkpoint) {
-    resumed.checkpoint->verify(comm.rank(), comm.ranks());
-    comm.gather(0);  // all files are as they were written
-    rounded = restore_run(*resumed.checkpoint, resumed.stored, config, model.params(), listeners, shadow,
+    rounded = restore_run(*resumed.checkpoint, resumed.stored, model.params(), listeners, shadow,
                           model.table.parameters, part, device, comm);
     if (o.zero) comm.all_gather(model.params(), cut.elements), comm.wait();
   }
@@ -941,9 +940,9 @@ void run(int argc, char** argv, Comm& comm) {
   }
   Resumed resumed;
   if (o.resume) resumed.checkpoint = newest_checkpoint(o.out);
+  comm.require_same("checkpoint", resumed.checkpoint ? resumed.checkpoint->folder : "none");
   if (resumed.checkpoint) {
     const RunState& s = resumed.checkpoint->state;
-    comm.require_same("checkpoint", strf("step %lld", static_cast<long long>(s.step)));
     resumed.changes = take_flags(o, s.flags, "--resume: " + resumed.checkpoint->folder + "/state.json");
     resumed.stored = parse_precision("resume", s.precision + ":" + s.mcf, "");
   }

@@ -158,19 +158,29 @@ uint32_t load_weights(floatX* params, const ModelFile& file, const std::vector<P
   return crc;
 }
 
+// Throws RunError where the files of a checkpoint are not as they were written, or its weights are of another model
+// than that of its flags: before one is allocated, whatever size they state. Collective.
+inline void require_whole(const Checkpoint& checkpoint, const ModelConfig& config, Comm& comm) {
+  checkpoint.verify(comm.rank(), comm.ranks());
+  comm.gather(0);  // of the other ranks too
+  const ModelFile weights(checkpoint.folder, "--resume");
+  const auto text = [](int L, int NH, int C, int T, int V) {
+    return strf("%d layers, %d heads, %d channels, T = %d and a vocabulary of %d", L, NH, C, T, V);
+  };
+  const std::string found = text(weights.L, weights.NH, weights.C, weights.max_T, weights.V);
+  const std::string expected = text(config.L, config.NH, config.C, config.max_T, config.V);
+  if (found != expected)
+    RUN_ERROR("--resume: %s: its model has %s, its flags make %s", printable(checkpoint.folder).c_str(), found.c_str(),
+              expected.c_str());
+}
+
 // Puts a checkpoint back. Its states are of `stored`; the run's own optimizer, listeners[0], may have another
 // precision: then returns lines that say what was rounded. Weights that belong to other parts are as the file has them.
 template <class floatX>
-std::string restore_run(const Checkpoint& checkpoint, const PrecisionName& stored, const ModelConfig& config,
-                        floatX* params, std::vector<Listener<floatX>>& listeners, Shadow<floatX>& shadow,
+std::string restore_run(const Checkpoint& checkpoint, const PrecisionName& stored, floatX* params,
+                        std::vector<Listener<floatX>>& listeners, Shadow<floatX>& shadow,
                         const std::vector<Parameter>& parameters, const Part& part, Device& device, Comm& comm) {
   const ModelFile weights(checkpoint.folder, "--resume");
-  if (weights.L != config.L || weights.C != config.C || weights.max_T != config.max_T || weights.V != config.V)
-    RUN_ERROR(
-        "--resume: %s: its model has %d layers, %d channels, T = %d and a vocabulary of %d, its flags make %d, %d, "
-        "%d and %d",
-        checkpoint.folder.c_str(), weights.L, weights.C, weights.max_T, weights.V, config.L, config.C, config.max_T,
-        config.V);
   const SavedStates states(checkpoint);
   load_weights(params, weights, parameters, device);
   Changes changes;

@@ -154,8 +154,12 @@ class StateReader {
     if (text.substr(end) != checksum_key + found + closing)
       RUN_ERROR("%s: its checksum is %s, and it ends in another or none: it is not as it was written; %s", who_.c_str(),
                 found.c_str(), hint());
+    constexpr int deepest = 4;  // deeper ones would be freed by recursion, which the stack limits
     try {
-      root_ = json::parse(text);
+      root_ = json::parse(text, [&](int depth, json::parse_event_t, json&) {
+        if (depth > deepest) RUN_ERROR("%s: nested deeper than %d levels; %s", who_.c_str(), deepest, hint());
+        return true;
+      });
     } catch (const json::exception&) {
       RUN_ERROR("%s: not JSON; %s", who_.c_str(), hint());
     }
@@ -230,17 +234,20 @@ Checkpoint read_checkpoint(const fs::path& folder) {
   return c;
 }
 
-// Steps of the complete checkpoints in a folder, the newest first.
+// Steps of the complete checkpoints in a folder, the newest first. Throws RunError where it cannot be read: a run must
+// not begin anew because of that.
 std::vector<int64_t> complete_steps(const fs::path& folder) {
   std::vector<int64_t> steps;
   std::error_code error;
-  for (const auto& entry : fs::directory_iterator(folder, error)) {
-    const std::string name = entry.path().filename().string();
+  if (!fs::exists(folder, error) && !error) return steps;
+  for (fs::directory_iterator entry(folder, error), end; !error && entry != end; entry.increment(error)) {
+    const std::string name = entry->path().filename().string();
     if (!name.starts_with("step_") || name.size() < 13 || name.size() > 20) continue;
-    if (name.find_first_not_of("0123456789", 5) != name.npos || !fs::exists(entry.path() / "state.json", error))
+    if (name.find_first_not_of("0123456789", 5) != name.npos || !fs::exists(entry->path() / "state.json", error))
       continue;
     steps.push_back(std::stoll(name.substr(5)));
   }
+  if (error) RUN_ERROR("--out: cannot read %s: %s", in_quotes(folder.string()).c_str(), error.message().c_str());
   std::sort(steps.rbegin(), steps.rend());
   return steps;
 }

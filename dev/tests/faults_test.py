@@ -536,6 +536,19 @@ class Signals(FaultsTest):
             progress(i + 1, n, "runs told to stop")
             shutil.rmtree(out)
 
+    def test_what_reads_the_output_ends_first(self):
+        """Ctrl-C under "| tee log" ends tee as well; and timeout(1) sends its signal twice at once."""
+        out = new_folder()
+        process = subprocess.Popen([BINARY, *flags("--out=" + out, "--steps=1000000")], cwd=program.WORK, env=ENV,
+                                   stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        while b"step " not in process.stdout.readline():
+            pass
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGINT)
+        process.stdout.close()
+        self.assertEqual(process.wait(TIMEOUT), 0)
+        self.assertEqual(steps_of(out)[-1], lines_of(out) - 1)
+
     def test_save_at_random_moments(self):
         """SIGUSR1 saves, and changes nothing else."""
         expected = reference()
@@ -831,6 +844,32 @@ class Spoilt(FaultsTest):
             if change in ["other type", "null"] and not refused and at != ("version",):  # nothing reads that
                 taken.append(at)
         self.assertEqual(taken, [])
+
+    def test_flags_of_another_model(self):
+        """Refused before one is allocated, as petabytes or as what would compute something else."""
+        for flags in [{"heads": "4"}, {"layers": "4096", "channels": "262144"},
+                      {"vocab-size": "16777216"}]:
+            state = json.loads(self.text)
+            state["flags"].update(flags)
+            with self.spoil("state.json", sealed(json.dumps(state)).encode(), flags=flags):
+                self.assertRefused("its model has 1 layers, 2 heads, 32 channels", *self.resume_spoilt())
+
+    def test_deep(self):
+        """A checksum that is right over what a parser that calls itself would not return from."""
+        text = '{"a":' + "[" * 7_000_000 + "]" * 7_000_000
+        text += f',\n  "checksum": "{zlib.crc32(text.encode()):08x}"\n}}\n'
+        self.refused("state.json", text.encode())
+
+    def test_folder_that_cannot_be_read(self):
+        """A run must not begin anew because of that."""
+        folder = os.path.dirname(self.folder)
+        os.rename(folder, self.out + "/elsewhere")
+        try:
+            with open(folder, "wb"):
+                self.assertRefused("checkpoints", *self.resume_spoilt())
+        finally:
+            os.remove(folder)
+            os.rename(self.out + "/elsewhere", folder)
 
     def test_cut_and_grown(self):
         """Each file cut at every 4 KiB, state.json at every 64 bytes, and with a byte more."""
