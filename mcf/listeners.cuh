@@ -62,8 +62,8 @@ Switch parse_switch(const Options& o) {
   return {step, to};
 }
 
-// The run's own optimizer, in precision `own`, first, then those of --lockstep. params: the initial weights, a flat buffer of so many
-// elements.
+// The run's own optimizer, in precision `own`, first, then those of --lockstep. params: the initial weights, a flat
+// buffer of so many elements.
 template <class floatX>
 std::vector<Listener<floatX>> make_listeners(const Options& o, const PrecisionName& own, floatX* params,
                                              size_t elements, const BlockList& blocks, const Part& part,
@@ -107,7 +107,7 @@ inline std::string changes_text(const Changes& changes, Comm& comm) {
   const auto add = [&](const char* name, const Changes::Change& c) {
     const double rounded = comm.sum(c.rounded), error = comm.sum(c.error), size = comm.sum(c.size);
     lines += rounded == 0 ? strf("\n           %s exact", name)
-                          : strf("\n           %s rounded in %.2g %% of all, error %.1e of the norm", name,
+                          : strf("\n           %s rounded in %.3g %% of all, error %.1e of the norm", name,
                                  100 * rounded / elements, std::sqrt(error / size));
   };
   add("weights", changes.weight), add("m", changes.m), add("v", changes.v);

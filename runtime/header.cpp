@@ -40,9 +40,11 @@ std::vector<std::string> rank_lines(const Header& h) {
 
 std::vector<std::string> model_lines(const Header& h) {
   const ModelConfig& c = h.config;
-  std::vector<std::string> lines = {
-      strf("%s: %d layers, %d channels, %d heads, T = %d, vocabulary %d (padded to %d), %s parameters",
-           h.o.model.c_str(), c.L, c.C, c.NH, c.max_T, c.V, c.Vp, human_count(h.parameters).c_str())};
+  const std::string shape =
+      strf("%d layers, %d channels, %d heads, T = %d, vocabulary %d (padded to %d), %s parameters", c.L, c.C, c.NH,
+           c.max_T, c.V, c.Vp, human_count(h.parameters).c_str());
+  std::vector<std::string> lines = {h.o.model + ": " + shape};
+  if (lines[0].size() > 109) lines = {h.o.model, shape};
   if (h.file)
     lines.push_back(strf("weights from this file, %s%s; %d of its %d positions", h.file->dtype().c_str(),
                          h.in_bf16 && h.file->dtype() != "BF16" ? " rounded to BF16" : "", c.max_T, h.file->max_T));
@@ -62,11 +64,13 @@ std::vector<std::string> val_lines(const Header& h) {
   return lines;
 }
 
-std::string memory_line(const Header& h) {
+std::vector<std::string> memory_lines(const Header& h) {
   std::string line;
   for (size_t m = 0; m < h.memory.size(); m++)
     line += strf("%s%s %s", m ? ", " : "", memory_names[m], human_bytes(static_cast<double>(h.memory[m])).c_str());
-  return line + (h.comm.ranks() > 1 ? " (each rank)" : "");
+  std::vector<std::string> lines = {line};
+  if (h.comm.ranks() > 1) lines.push_back("on each rank");
+  return lines;
 }
 
 }  // namespace
@@ -87,7 +91,7 @@ void print_header(const Header& h) {
         {strf("%s tokens a step: %lld x %d sequences; %s steps, %.3g epochs", human_count(o.total_batch_tokens).c_str(),
               static_cast<long long>(h.step_sequences / o.batch_size), o.batch_size, human_count(o.steps).c_str(),
               static_cast<double>(o.steps * h.step_sequences) / static_cast<double>(h.data.train->sequences()))});
-  print_lines("memory", {memory_line(h)});
+  print_lines("memory", memory_lines(h));
   print_lines("output", h.output);
   print_lines("resumed", h.resumed);
   print_lines("", {"ready in " + human_time(h.seconds)});

@@ -510,9 +510,7 @@ std::vector<std::string> take_flags(Options& options, const FlagTexts& saved, co
     const std::string both = strf("--%s: found %s, the checkpoint was made with %s", flag->name, in_quotes(is).c_str(),
                                   was.empty() ? "none" : in_quotes(was).c_str());
     if (is_one_of(flag->name, of_the_run))
-      USAGE_ERROR(
-          "%s; expected that, or the flag left out: the rest would be of another run; start one in another --out",
-          both.c_str());
+      USAGE_ERROR("%s; leave the flag out, or start another run in another --out", both.c_str());
     // A micro-batch of another size makes the same batch only if that is meant to stay.
     if (flag->member == Member(&Options::batch_size) && !options.is_given("total-batch-tokens"))
       USAGE_ERROR("%s; to change the micro-batch and not the batch, add --total-batch-tokens=%lld", both.c_str(),

@@ -711,7 +711,7 @@ class Change:
         if self.rounded == 0:
             return "exact"
         error = math.sqrt(self.error / self.size) if self.size > 0 else math.inf
-        return f"rounded in {100 * self.rounded / self.elements:.2g} % of all, error {error:.1e} of the norm"
+        return f"rounded in {100 * self.rounded / self.elements:.3g} % of all, error {error:.1e} of the norm"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -892,7 +892,8 @@ def convert(source, destination, precision, mcf):
 def parse_arguments(words):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      usage=argparse.SUPPRESS, allow_abbrev=False)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="show | verify | convert")
+    commands = parser.add_subparsers(prog="checkpoint.py", dest="command", required=True,
+                                       metavar="show | verify | convert")
     for name in ("show", "verify"):
         command = commands.add_parser(name, allow_abbrev=False)
         command.add_argument("folder", metavar="FOLDER", help="a checkpoint, or a run folder: its newest one")

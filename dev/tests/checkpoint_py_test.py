@@ -842,7 +842,7 @@ class Convert(CheckpointTest):
             for j, (was, now) in enumerate(zip(full(old, e), full(new, wanted))):
                 changed[j] += was != now
         for what, n in zip(["weights", "m", "v"], changed):
-            words = f"rounded in {100 * n / ELEMENTS:.2g} % of all, error " if n else "exact\n"
+            words = f"rounded in {100 * n / ELEMENTS:.3g} % of all, error " if n else "exact\n"
             self.assertIn(f"  {what} {words}", printed)
         state, was = read_state(result), read_state(source)
         self.assertEqual((state.pop("precision"), state["flags"].pop("precision")), (new, new))
