@@ -3,6 +3,7 @@
 #include "runtime/metrics.h"
 
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -91,6 +92,12 @@ Metrics::Metrics(const std::string& folder, int64_t after_step) {
   if (folder.empty()) return;
   signal(SIGXFSZ, SIG_IGN);
   make_folder(folder);
+  // Two runs would write into each other's files. The system takes the lock back when the process ends, however that
+  // happens; a file system that knows no locks gives none.
+  lock_ = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (lock_ >= 0 && flock(lock_, LOCK_EX | LOCK_NB) && errno == EWOULDBLOCK)
+    RUN_ERROR("--out: another train_gpt is writing in %s; wait for its end, or choose another folder",
+              in_quotes(folder).c_str());
   path_ = (fs::path(folder) / "metrics.jsonl").string();
   if (after_step == 0)
     moved_to_ = move_aside(path_);
@@ -105,6 +112,7 @@ Metrics::Metrics(const std::string& folder, int64_t after_step) {
 
 Metrics::~Metrics() {
   if (fd_ >= 0) close(fd_);
+  if (lock_ >= 0) close(lock_);
 }
 
 void Metrics::write(const Record& record) {

@@ -9,7 +9,8 @@
 class Metrics {
  public:
   // Creates the folder (parents too) and an empty metrics.jsonl in it. A metrics.jsonl of an earlier run is renamed to
-  // metrics.1.jsonl, metrics.2.jsonl, ...: the first name that is free. "" = write nothing. Throws RunError.
+  // metrics.1.jsonl, metrics.2.jsonl, ...: the first name that is free. "" = write nothing. Throws RunError, also where
+  // another process has a Metrics in this folder.
   // after_step > 0: goes on with the file that is there, cut after the line of that step.
   // Ignores SIGXFSZ from then on, so that a file-size limit is a failed write and not the end of the run.
   explicit Metrics(const std::string& folder, int64_t after_step = 0);
@@ -28,7 +29,7 @@ class Metrics {
 
  private:
   std::string path_, moved_to_;
-  int fd_ = -1;
+  int fd_ = -1, lock_ = -1;  // the lock: of the folder
   int64_t size_ = 0;  // bytes of whole lines
   bool warned_ = false;
 };

@@ -549,6 +549,19 @@ class Signals(FaultsTest):
         self.assertEqual(process.wait(TIMEOUT), 0)
         self.assertEqual(steps_of(out)[-1], lines_of(out) - 1)
 
+    def test_another_process_in_its_folder(self):
+        """The second is refused, and the first knows nothing of it."""
+        out = new_folder()
+        first = start(out, "--steps=1000000", "--checkpoint-every=1000")
+        until(lambda: lines_of(out) > 1, first)
+        for more in [[], ["--resume"]]:
+            status, stderr = end(start(out, *more))
+            self.assertEqual(status, 1)
+            self.assertIn("another train_gpt is writing in", stderr)
+        first.terminate()
+        self.assertEqual(end(first)[0], 0)
+        self.assertEqual(steps_of(out)[-1], lines_of(out) - 1)
+
     def test_save_at_random_moments(self):
         """SIGUSR1 saves, and changes nothing else."""
         expected = reference()
