@@ -30,7 +30,7 @@ class Metrics {
  private:
   std::string path_, moved_to_;
   int fd_ = -1, lock_ = -1;  // the lock: of the folder
-  int64_t size_ = 0;  // bytes of whole lines
+  int64_t size_ = 0;         // bytes of whole lines
   bool warned_ = false;
 };
 
