@@ -184,6 +184,7 @@ std::string restore_run(const Checkpoint& checkpoint, const PrecisionName& store
   const SavedStates states(checkpoint);
   load_weights(params, weights, parameters, device);
   Changes changes;
+  std::vector<float> wide;
   for (auto& l : listeners) {
     const bool own = l.prefix.empty(), converts = own && stored.precision != l.precision.precision;
     const PrecisionName& from = own ? stored : l.precision;
@@ -191,16 +192,20 @@ std::string restore_run(const Checkpoint& checkpoint, const PrecisionName& store
       for (size_t done = 0, n; done < piece_n; done += n) {
         n = std::min(piece_n - done, size_t{1} << 20);
         const size_t first = piece_first + done;
-        StateSlice slice;
-        with_strategy(from.precision, from.mode, [&]<class S>() {
-          slice = empty_slice<S>(n);
-          if (!own) return;
-          if (!converts) return slice[0].bytes.clear();  // the weights are there
-          std::vector<float> theta(n);
-          weights.read(p.name, first, n, theta.data());
-          auto* to = reinterpret_cast<typename S::Theta*>(slice[0].bytes.data());
-          for (size_t i = 0; i < n; i++) store(to[i], theta[i]);
-        });
+        StateSlice slice = empty_slice(from, n);
+        if (converts) {
+          wide.resize(n);
+          weights.read(p.name, first, n, wide.data());
+          const bool in_bf16 = slice[0].dtype == dtype_name<bf16>;
+          for (size_t i = 0; i < n; i++) {
+            if (in_bf16)
+              store(reinterpret_cast<bf16*>(slice[0].bytes.data())[i], wide[i]);
+            else
+              store(reinterpret_cast<float*>(slice[0].bytes.data())[i], wide[i]);
+          }
+        } else if (own) {
+          slice[0].bytes.clear();  // the weights are there
+        }
         for (auto& array : slice)
           if (!own || array.name != "theta")
             states.read(saved_name(l.prefix, p, array.name), array.dtype, p.used(), first, n, array.bytes.data());
