@@ -586,10 +586,12 @@ void complete_batch(Options& o, int ranks) {
   const int64_t all_ranks_tokens = static_cast<int64_t>(B) * T * ranks;
   if (o.total_batch_tokens == 0) o.total_batch_tokens = all_ranks_tokens;
   if (o.total_batch_tokens % all_ranks_tokens)
-    USAGE_ERROR("--total-batch-tokens: %lld is no multiple of batch-size x seq-len%s = %d x %d%s = %lld; try %lld",
-                static_cast<long long>(o.total_batch_tokens), ranks > 1 ? " x ranks" : "", B, T,
-                ranks > 1 ? strf(" x %d", ranks).c_str() : "", static_cast<long long>(all_ranks_tokens),
-                static_cast<long long>((o.total_batch_tokens / all_ranks_tokens + 1) * all_ranks_tokens));
+    USAGE_ERROR(
+        "--total-batch-tokens: %lld is no multiple of batch-size x seq-len%s = %d x %d%s = %lld; try %lld, or a "
+        "smaller --batch-size",
+        static_cast<long long>(o.total_batch_tokens), ranks > 1 ? " x ranks" : "", B, T,
+        ranks > 1 ? strf(" x %d", ranks).c_str() : "", static_cast<long long>(all_ranks_tokens),
+        static_cast<long long>((o.total_batch_tokens / all_ranks_tokens + 1) * all_ranks_tokens));
 }
 
 // --plan, for so many ranks. Allocates nothing.
@@ -943,9 +945,15 @@ void run(int argc, char** argv, Comm& comm) {
   comm.require_same("checkpoint", resumed.checkpoint ? resumed.checkpoint->folder : "none");
   if (resumed.checkpoint) {
     const RunState& s = resumed.checkpoint->state;
-    resumed.changes = take_flags(o, s.flags, "--resume: " + resumed.checkpoint->folder + "/state.json");
-    resumed.stored = parse_precision("resume", s.precision + ":" + s.mcf, "");
+    const std::string file = "--resume: " + resumed.checkpoint->folder + "/state.json";
+    resumed.changes = take_flags(o, s.flags, file);
+    resumed.stored = {s.precision + ":" + s.mcf, s.precision, s.mcf};
+    if (!with_strategy(s.precision, s.mcf, [&]<class S>() {}))
+      RUN_ERROR("%s: found the precision %s, which this version has not", file.c_str(), in_quotes(s.precision).c_str());
   }
+  if (o.eval_only && !o.out.empty() && newest_checkpoint(o.out))
+    USAGE_ERROR("--out: found a run with checkpoints in %s, expected another folder, or none, for --eval-only",
+                in_quotes(o.out).c_str());
   std::string why_no_gpu;
   const int gpus = o.device == "cpu" ? 0 : Device::gpus(why_no_gpu);
   if (o.device == "cuda" && !gpus) RUN_ERROR("--device=cuda: %s; --device=cpu trains without", why_no_gpu.c_str());

@@ -201,6 +201,11 @@ class Flags(ResumeTest):
         done = run(*TINY, *data_flags(), "--resume", "--eval-only", "--out=" + path("x"))
         self.assertEqual(done.returncode, 2)
 
+    def test_an_evaluation_leaves_the_run_alone(self):
+        done = run(*data_flags(), "--eval-only", "--model=" + step_folder(saved_run().out, 6), "--out=" + saved_run().out)
+        self.assertEqual(done.returncode, 2)
+        self.assertIn("--out: found a run with checkpoints", done.stderr.decode())
+
     def test_keep_checkpoints(self):
         for keep, steps in [(1, [6]), (2, [4, 6]), (0, [2, 4, 6])]:
             r = trained("--steps=6", "--checkpoint-every=2", f"--keep-checkpoints={keep}")
