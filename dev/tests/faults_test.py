@@ -39,6 +39,7 @@ SHAPE = ["--layers=1", "--channels=32", "--heads=2", f"--seq-len={T}", "--batch-
 STEPS = 40
 TIMEOUT = 60
 counts = collections.Counter()  # for the line at the end
+started = []  # processes of this test
 
 
 def setUpModule():
@@ -71,9 +72,10 @@ def flags(*more):
 
 
 def start(out, *more, env=None, **kwargs):
-    return subprocess.Popen([BINARY, *flags("--out=" + out, *more)], cwd=program.WORK, stdin=subprocess.DEVNULL,
-                            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, encoding="utf-8",
-                            env={**ENV, **(env or {})}, **kwargs)
+    started.append(subprocess.Popen([BINARY, *flags("--out=" + out, *more)], cwd=program.WORK,
+                                    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                                    encoding="utf-8", env={**ENV, **(env or {})}, **kwargs))
+    return started[-1]
 
 
 def end(process):
@@ -165,6 +167,14 @@ def reference(*more):
 class FaultsTest(unittest.TestCase):
     def setUp(self):
         self.random = random.Random(f"{SEED} {self.id()}")
+
+    def tearDown(self):
+        """A test that failed may have left a run without end."""
+        for process in started:
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
+        started.clear()
 
     def assertWhole(self, out):
         """Whatever has the name of a checkpoint is one: each file is what its state.json says."""
@@ -472,8 +482,10 @@ class FullDisk(FaultsTest):
             out = disk.folder + "/run"
             process = start(out, "--checkpoint-every=5", "--steps=1000000")
             until(lambda: steps_of(out), process)
-            inner = disk.mount + "/run/checkpoints"
-            self.assertEqual(disk.run(f"mount --bind {inner} {inner} && mount -o remount,bind,ro {inner}"), "0")
+            # Made read-only elsewhere, where no save that is going on can hold it.
+            inner, aside = disk.mount + "/run/checkpoints", disk.mount + "/aside"
+            self.assertEqual(disk.run(f"mkdir {aside} && mount --bind {inner} {aside} && "
+                                      f"mount -o remount,bind,ro {aside} && mount --move {aside} {inner}"), "0")
             self.assertRegex(process.stderr.readline(),
                              r"^train_gpt: warning: checkpoint of step \d+ not written: .*Read-only")
             lines = lines_of(out)
