@@ -928,6 +928,7 @@ void train(Options o, const ModelConfig& config, const std::optional<ModelFile>&
            static_cast<long long>(step), static_cast<long long>(o.steps), where.c_str());
 }
 
+#ifndef TRAIN_GPT_NO_MAIN  // tests and benchmarks include this file
 void run(int argc, char** argv, Comm& comm) {
   comm.join();
   Options o = parse_options(argc, argv);
@@ -982,7 +983,6 @@ void run(int argc, char** argv, Comm& comm) {
   comm.leave();
 }
 
-#ifndef TRAIN_GPT_NO_MAIN  // tests and benchmarks include this file
 int main(int argc, char** argv) {
   setvbuf(stdout, nullptr, _IOLBF, 0);
   Comm comm;
