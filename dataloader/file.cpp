@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <csignal>
 #include <cstring>
 #include <utility>
 
@@ -62,7 +63,15 @@ int64_t File::read(void* out, int64_t n, const std::string& who) const {
   return done;
 }
 
+// What reads a mapped file gets no error where the file is shorter by now or its disk fails, but this signal.
+static void on_bus_error(int) {
+  constexpr char line[] = "train_gpt: error: a file was cut short while it was read, or its disk failed\n";
+  [[maybe_unused]] const ssize_t n = write(STDERR_FILENO, line, sizeof line - 1);
+  _exit(1);
+}
+
 MappedFile::MappedFile(const std::string& path, const std::string& who) {
+  std::signal(SIGBUS, on_bus_error);
   const File file(path, who);
   size_ = file.size();
   if (size_ == 0) return;

@@ -399,13 +399,17 @@ void Checkpoints::commit() {
   const fs::path folder = fs::path(folder_) / saving_->saving_name();
   const fs::path final_folder = fs::path(folder_) / step_name(saving_->state.step);
   try {
+    std::error_code error;
+    for (const auto& f : saving_->files)  // the other ranks' too
+      if (static_cast<int64_t>(fs::file_size(folder / f.name, error)) != f.bytes)
+        RUN_ERROR("%s is not in the %s of rank 0: --out must be one folder, which all ranks see", f.name.c_str(),
+                  folder_.c_str());
     write_text(folder / "state.json", to_text(saving_->state, saving_->files));
     sync_folder(folder);
     // Its steps' metrics must not be lost where it is not.
     const int metrics = open((fs::path(folder_).parent_path() / "metrics.jsonl").c_str(), O_RDONLY | O_CLOEXEC);
     if (metrics >= 0) fsync(metrics), close(metrics);
     if (fs::exists(final_folder)) delete_checkpoint(final_folder);
-    std::error_code error;
     fs::rename(folder, final_folder, error);
     if (error) RUN_ERROR("%s: %s", final_folder.filename().c_str(), error.message().c_str());
     sync_folder(folder_);
@@ -464,7 +468,7 @@ void Checkpoints::report() {
   } else if (comm_.rank() == 0) {
     std::error_code error;
     fs::remove_all(fs::path(folder_) / saving_->saving_name(), error);
-    fprintf(stderr, "train_gpt: warning: checkpoint of step %lld not written: %s; training goes on\n",
+    fprintf(stderr, "train_gpt: warning: checkpoint of step %lld not written: %s; earlier ones stay\n",
             static_cast<long long>(saving_->state.step), printable(saving_->error).c_str());
   }
   saving_.reset();

@@ -121,6 +121,9 @@ bool ModelFile::is_path(const std::string& model) {
 ModelFile::ModelFile(const std::string& path, const std::string& who) {
   std::error_code ignored;
   if (std::filesystem::is_directory(path, ignored)) {
+    if (std::filesystem::exists(path + "/checkpoints", ignored))
+      RUN_ERROR("%s: %s: the folder of a run, expected one of its checkpoints: .../checkpoints/step_00001000",
+                who.c_str(), printable(path).c_str());
     open_safetensors(path + "/model.safetensors", who);
     check_config(path + "/config.json", who);
     return;

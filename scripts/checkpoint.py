@@ -923,6 +923,7 @@ def main(words):
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was written aside is removed
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # it ends quietly where nobody reads on: show | head
     sys.stdout.reconfigure(errors="backslashreplace")
     try:
         main(sys.argv[1:])

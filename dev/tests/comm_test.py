@@ -4,6 +4,7 @@ ranks, equal bits for both ZeRO levels, and an end with one line when a rank fai
 
   TRAIN_GPT=./train_gpt python3 dev/tests/comm_test.py
 """
+import glob
 import os
 import re
 import shutil
@@ -472,6 +473,18 @@ class Resumed(ProgramTest):
         self.assertEqual(len([n for n in self.files(whole) if n.startswith("optimizer.")]), 4)
         again = self.resumed(whole, ranks=4)
         self.assertEqual(self.files(again), self.files(whole))
+
+    def test_ranks_that_share_no_folder(self):
+        """Each has a runs/ of its own, so no folder has all files: none may look complete."""
+        folders = [tempfile.mkdtemp(dir=program.WORK) for _ in range(2)]
+        os.mkdir(folders[1] + "/mine")
+        run = Torchrun([(r, [], folders[r]) for r in range(2)],
+                       [*SHAPE, *data_flags(), "--val-every=0", "--steps=2", "--zero=1", "--out=mine", "--checkpoint-every=1"])
+        self.assertEqual(run.wait(), [1, 1], run.stderr)
+        self.assertRegex(run.stderr[0], "step 1 not written: optimizer.rank0001.safetensors is not in the mine/checkpoints")
+        self.assertRegex(run.stderr[0], "error: (rank 1: )?step 2, the last: no checkpoint of it was written")
+        for folder in folders:
+            self.assertEqual(glob.glob(folder + "/mine/checkpoints/*"), [])
 
     def test_other_numbers_of_ranks(self):
         """The weights are the same, so the first loss is; after it gradients are added up in another order."""

@@ -321,3 +321,18 @@ TEST(Dataset, SparseShardOf3GiBIsReadAtItsEnd) {
   EXPECT_EQ(ids[T - 1], 250);
   EXPECT_EQ(ids[T], 251);
 }
+
+// In a process of its own, for it ends.
+TEST(DatasetDeathTest, AShardThatIsCutShortWhileItIsReadIsOneLine) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  TempDir dir;
+  const std::string path = dir.write("a.bin", shard(range(0, 9999)));
+  const auto read = [&] {
+    Dataset data(path, 4, "--train-data");
+    data.set_vocab_size(10000);
+    if (truncate(path.c_str(), 0)) abort();
+    std::vector<int32_t> ids(5);
+    data.read(2000, ids.data());
+  };
+  EXPECT_EXIT(read(), testing::ExitedWithCode(1), "^train_gpt: error: a file was cut short while it was read");
+}

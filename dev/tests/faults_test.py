@@ -354,7 +354,7 @@ class Calls(FaultsTest):
         """A warning for each save that failed, a checkpoint for each other, exit status 1 if the last failed."""
         self.assertWhole(out)
         lines = stderr.splitlines()
-        found = [re.fullmatch(r"train_gpt: warning: checkpoint of step (\d+) not written: (.*); training goes on", line)
+        found = [re.fullmatch(r"train_gpt: warning: checkpoint of step (\d+) not written: (.*); earlier ones stay", line)
                  for line in lines]
         failed = [int(match[1]) for match in found if match]
         for match in found:
@@ -693,7 +693,7 @@ class Ranks(FaultsTest):
                 run = self.with_fault(out, "ENOSPC", file, "--zero=1", "--keep-checkpoints=0")
                 self.assertEqual(run.wait(), [0, 0], run.stderr)
                 self.assertRegex("".join(run.stderr), r"^train_gpt: warning: checkpoint of step 3 not written: "
-                                 + ("rank 1: " if writer else "") + r".*No space.*; training goes on\n$")
+                                 + ("rank 1: " if writer else "") + r".*No space.*; earlier ones stay\n$")
                 self.assertEqual(steps_of(out), [1, 2, *range(4, STEPS + 1)])
                 self.assertNothingHalf(out)
                 self.assertWhole(out)

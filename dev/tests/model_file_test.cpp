@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <filesystem>
 #include <random>
 
 #include "dev/tests/model_files.h"
@@ -97,6 +98,8 @@ TEST(ModelFile, FoldersAndTheConfigurationBeside) {
   EXPECT_EQ(ModelFile(file, "--model").NH, 0);
   TempDir empty;
   expect_part(error_of(empty.path), "model.safetensors: cannot be opened: No such file");
+  std::filesystem::create_directory(empty / "checkpoints");
+  expect_part(error_of(empty.path), "the folder of a run, expected one of its checkpoints");
   expect_part(error_of(dir / "none.bin"), "none.bin: cannot be opened: No such file");
 }
 

@@ -2,7 +2,9 @@
 // curve of ten AdamW steps; and that batches, threads and padding change nothing that they must not.
 //
 // Tolerance against PyTorch as in layers_test.cpp: twice what PyTorch in the same type is off from the true value,
-// plus a slack of some unit roundoffs of the tensor's largest value.
+// plus a slack of some unit roundoffs of the tensor's largest value. But the largest error may be three times PyTorch's:
+// of a bias it is one draw, which the order of the products' sums decides (3.1 times with oneDNN's AVX-512 kernels, of
+// which the slack takes a part, 1.7 times with those for AVX2; the rms errors are alike).
 #define TRAIN_GPT_NO_MAIN
 #include "train_gpt.cu"
 
@@ -74,7 +76,7 @@ void expect_close(const Golden& golden, const std::string& tensor, const std::ve
     largest = std::max(largest, std::fabs(static_cast<double>(truth[i])));
   }
   const double slack = units * largest * (sizeof(floatX) == 4 ? 0x1p-24 : 0x1p-9);
-  EXPECT_LE(worst, 2 * other[0] + slack) << tensor << ", largest error";
+  EXPECT_LE(worst, 3 * other[0] + slack) << tensor << ", largest error";
   EXPECT_LE(std::sqrt(squares / static_cast<double>(x.size())), 2 * other[1] + slack / 4) << tensor << ", rms error";
 }
 
