@@ -107,6 +107,7 @@ check-fuzz:
 
 # Models go to transformers and come back, bit for bit; the library is installed into the build folder.
 check-transformers: configure
+	@scripts/setup.sh --oracle $(if $(DEPS),--prefix=.deps)
 	@$(COMPILE) $(BUILD) --parallel $(JOBS) --target train_gpt logits
 	@dev/tests/transformers_check.sh $(BUILD)
 
@@ -118,6 +119,7 @@ check-nvcc:
 	else echo "nvcc not found: the CUDA kernels are not compiled"; fi
 
 check-oracle:
+	@scripts/setup.sh --oracle $(if $(DEPS),--prefix=.deps)
 	@dev/tests/oracle/regenerate.sh --check
 
 # Without a browser the pages go unchecked: report_test.py says so, and fails where CI is set.
