@@ -14,6 +14,7 @@ import re
 import shutil
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 
@@ -21,8 +22,10 @@ ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)
 
 
 def run(flags):
-    done = subprocess.run([os.path.join(ROOT, "train_gpt"), *flags], cwd=ROOT, capture_output=True, text=True, check=True,
+    done = subprocess.run([os.path.join(ROOT, "train_gpt"), *flags], cwd=ROOT, capture_output=True, text=True,
                           env={**os.environ, "OMP_WAIT_POLICY": "passive"})
+    if done.returncode:
+        sys.exit(done.stderr)
     return done.stdout
 
 
